@@ -1,0 +1,296 @@
+"""The routed experts of one MoE layer over NVFP4 weights: contract, checks, and the plain torch implementation.
+
+The weights are the one copy that SGLang prepares for `flashinfer_cutlass`; every kernel of this package reads it as
+it lies. A request that is well formed but not covered has a sentence in `unsupported_reason` (fall back, or raise
+UnsupportedError when asked for by name); tensors that contradict each other raise ContractError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sglang_sm120.errors import ContractError, UnsupportedError
+from sglang_sm120.kernels.moe.fused_moe import reference
+from sglang_sm120.kernels.moe.fused_moe.reference import MoeActivation
+from sglang_sm120.kernels.quantization.nvfp4.api import GROUP_SIZE, round_up
+
+__all__ = ["MoeActivation", "Numerics", "Nvfp4MoeWeights", "fused_moe", "unsupported_reason", "workspace_bytes"]
+
+Numerics = Literal["w4a16", "w4a4"]
+
+W13_ORDERS = ("up_gate", "gate_up")
+_GATED_ACTIVATIONS = ("silu", "gelu")
+_UNGATED_ACTIVATIONS = ("silu", "gelu", "relu2", "identity")
+_HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Nvfp4MoeWeights:
+    """One rank's experts: value = e2m1 * e4m3 * s2, exactly the tensors SGLang prepares for flashinfer_cutlass.
+
+    E experts on this rank, H hidden, I intermediate size on this rank as stored (SGLang pads it for ungated layers).
+
+    w13_weight: uint8 [E, 2I, H/2] gated, [E, I, H/2] ungated; e2m1 packed along H, even h in the low nibble.
+    w13_blockscale: float8_e4m3fn [E, pad128(rows), pad4(H/16)], 128x4 swizzled; the padding may hold anything.
+    w13_global_scale: float32 [E, 2], column 0 gate and column 1 up WHATEVER w13_order is; or [E, 1] or [E], shared or
+        ungated; the value multiplier s2, not its reciprocal, and without the activation scale.
+    w2_weight: uint8 [E, H, I/2]; e2m1 packed along I.
+    w2_blockscale: float8_e4m3fn [E, pad128(H), pad4(I/16)], 128x4 swizzled.
+    w2_global_scale: float32 [E]; s2.
+    w13_input_scale: float32 scalar or [E], s2 of the hidden states for w4a4; None in a weight-only checkpoint.
+    w2_input_scale: float32 scalar or [E], s2 of the activation's result for w4a4; likewise.
+    w13_order: the order of the two halves of w13's rows: "up_gate" (CUTLASS) or "gate_up". Never guessed.
+    is_gated: whether w13 holds a gate and an up half.
+    """
+
+    w13_weight: Tensor
+    w13_blockscale: Tensor
+    w13_global_scale: Tensor
+    w2_weight: Tensor
+    w2_blockscale: Tensor
+    w2_global_scale: Tensor
+    w13_input_scale: Tensor | None = None
+    w2_input_scale: Tensor | None = None
+    w13_order: str = "up_gate"
+    is_gated: bool = True
+
+    @property
+    def num_experts(self) -> int:
+        """Experts on this rank."""
+        return self.w13_weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.w2_weight.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        """Per rank, as stored in w2; of one half when gated."""
+        return self.w2_weight.shape[2] * 2
+
+
+def unsupported_reason(
+    weights: Nvfp4MoeWeights, *, activation: MoeActivation, numerics: str, hidden_dtype: torch.dtype
+) -> str | None:
+    """One sentence on why `fused_moe` does not cover this layer, or None. Looks at shapes and dtypes, not at values."""
+    if numerics not in ("w4a16", "w4a4"):
+        return f"numerics {numerics!r} is not covered: w4a16 and w4a4 are"
+    if hidden_dtype not in _HIDDEN_DTYPES:
+        return f"hidden states of {hidden_dtype} are not covered: bfloat16, float16 and float32 are"
+    for name in ("w13", "w2"):
+        weight, scale = getattr(weights, f"{name}_weight"), getattr(weights, f"{name}_blockscale")
+        if weight.dtype != torch.uint8:
+            return f"{name}_weight is {weight.dtype}: NVFP4 is uint8, two e2m1 a byte"
+        if scale.dtype != torch.float8_e4m3fn:
+            return f"{name}_blockscale is {scale.dtype}: NVFP4 has float8_e4m3fn scales (e8m0 is MXFP4)"
+        k = weight.shape[-1] * 2
+        if k == 0 or k % GROUP_SIZE:
+            size = "hidden" if name == "w13" else "intermediate"
+            return f"the {size} size on this rank is {k}: a multiple of {GROUP_SIZE} is needed, each half by itself"
+        if scale.shape[-1] != round_up(k // GROUP_SIZE, 4) and scale.shape[-1] == round_up(k // 32, 4):
+            return f"{name}_blockscale has one scale for 32 elements: NVFP4 has one for {GROUP_SIZE}"
+    covered = _GATED_ACTIVATIONS if weights.is_gated else _UNGATED_ACTIVATIONS
+    if activation.name not in covered:
+        kind = "gated" if weights.is_gated else "ungated"
+        return f"activation {activation.name!r} of a {kind} layer is not covered: {', '.join(covered)} are"
+    if activation.limit is not None and not (weights.is_gated and activation.name == "silu"):
+        return "a clamp limit is covered for a gated silu only"
+    if numerics == "w4a4" and (weights.w13_input_scale is None or weights.w2_input_scale is None):
+        return "w4a4 needs w13_input_scale and w2_input_scale, and this checkpoint has no activation scales"
+    return None
+
+
+def workspace_bytes(
+    *, num_tokens: int, top_k: int, hidden_size: int, intermediate_size: int, is_gated: bool = True
+) -> int:
+    """Upper bound on the memory that `fused_moe` holds at once beside its arguments and its result, in bytes.
+
+    The contributions by slot, fp32 [T, k, H]; the larger of the two weights of ONE expert while it is decoded (12 bytes
+    an element); and the activations of all tokens (40 bytes an element where they are widest, with their quantiser).
+    It does not depend on the number of experts. What a GEMM library allocates for itself is not counted.
+    """
+    w13_rows = (2 if is_gated else 1) * intermediate_size
+    slots = 4 * num_tokens * top_k * hidden_size
+    one_weight = max(w13_rows * hidden_size, hidden_size * intermediate_size)
+    activations = num_tokens * (12 * hidden_size + 4 * w13_rows + 40 * max(hidden_size, intermediate_size))
+    small = 64 * num_tokens * top_k + 4096
+    return slots + 12 * one_weight + activations + small
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    weights: Nvfp4MoeWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: MoeActivation,
+    numerics: Numerics,
+    apply_router_weight_on_input: bool = False,
+    expert_offset: int = 0,
+    num_global_experts: int | None = None,
+) -> Tensor:
+    """Run the routed experts of one layer on this rank.
+
+        out[t] = sum over k of  topk_weights[t, k] * W2_e @ act(Wgate_e @ x[t], Wup_e @ x[t]),   e = topk_ids[t, k]
+
+    Args:
+        hidden_states: bfloat16, float16 or float32 [T, H], any strides.
+        weights: this rank's experts, see Nvfp4MoeWeights.
+        topk_weights: float [T, k], used as fp32. A routed scaling factor is NOT applied here: for NVFP4 SGLang folds
+            it into these weights.
+        topk_ids: int32 or int64 [T, k]; a negative id means skip; an id that comes twice counts twice.
+        activation: see MoeActivation.
+        numerics: "w4a16": activations stay in hidden_states' precision; "w4a4": they are quantised to NVFP4 before
+            each GEMM, under w13_input_scale and w2_input_scale.
+        apply_router_weight_on_input: multiply hidden_states by topk_weights before the first GEMM instead of after the
+            second; the product is rounded to hidden_states' dtype, as SGLang does. Only with k = 1.
+        expert_offset: the global id of this rank's first expert; only with num_global_experts.
+        num_global_experts: experts of all ranks. When given, topk_ids are GLOBAL, this rank holds [expert_offset,
+            expert_offset + E), and the other experts' slots are skipped: add up the ranks' results. When None, topk_ids
+            are local, 0..E-1.
+
+    Returns:
+        Tensor [T, H] of hidden_states' dtype, contiguous, new; zeros for a token whose slots are all skipped.
+
+    Raises:
+        ContractError: shapes, dtypes, devices or arguments that contradict each other; on the CPU also an id at or
+            beyond the number of experts. On a GPU, where looking would wait for the stream, such a slot is SKIPPED
+            (never read out of bounds), which hides a wrong id.
+        UnsupportedError: what unsupported_reason says.
+
+    Numerics:
+        Weights are decoded to fp32, GEMMs and the sum are fp32; on a GPU they follow torch's float32 matmul precision,
+        which has to be left at "highest" for a comparison. w4a16 rounds the activation's result to hidden_states' dtype
+        before the second GEMM (nothing for float32). w4a4 quantises it from fp32, without that rounding. Slots are
+        added in the order k = 0..K-1, then rounded once. A row's last bits may depend on T, through the GEMM library;
+        they do not depend on what other rows hold. NaN and infinity stay in the rows that are routed to them.
+
+    Source: reference.py. Captured in a CUDA graph: yes. Memory: workspace_bytes. Cost: O(E * T).
+    """
+    reason = unsupported_reason(weights, activation=activation, numerics=numerics, hidden_dtype=hidden_states.dtype)
+    if reason is not None:
+        raise UnsupportedError(
+            reason, "a layer that unsupported_reason() accepts", "leave this layer on SGLang's own MoE path"
+        )
+    _check_weights(weights, hidden_states.device)
+    _check_routing(hidden_states, weights, topk_weights, topk_ids, apply_router_weight_on_input)
+    _check_expert_range(weights, topk_ids, expert_offset, num_global_experts)
+    if hidden_states.shape[0] == 0:
+        return torch.empty(0, weights.hidden_size, dtype=hidden_states.dtype, device=hidden_states.device)
+    return reference.fused_moe(
+        hidden_states,
+        weights,
+        topk_weights,
+        topk_ids,
+        activation=activation,
+        numerics=numerics,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        expert_offset=expert_offset,
+        num_global_experts=num_global_experts,
+    )
+
+
+def _need(holds: bool, found: str, needed: str, fix: str) -> None:
+    if not holds:
+        raise ContractError(found, needed, fix)
+
+
+def _need_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    _need(tensor.device == device, f"{name} is on {tensor.device}", f"{device}, as hidden_states", f"move {name} there")
+
+
+def _check_weights(weights: Nvfp4MoeWeights, device: torch.device) -> None:
+    for name in ("w13_weight", "w2_weight"):
+        dims = getattr(weights, name).dim()
+        _need(dims == 3, f"{name} has {dims} dimensions", "[experts, rows, K / 2]", "stack the experts")
+    experts, hidden, intermediate = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    rows = (2 if weights.is_gated else 1) * intermediate
+    _need(weights.w13_order in W13_ORDERS, f"w13_order is {weights.w13_order!r}", " or ".join(W13_ORDERS), "name it")
+
+    one_or_experts = [[], [1], [experts]]
+    shapes: dict[str, list[list[int]]] = {
+        "w13_weight": [[experts, rows, hidden // 2]],
+        "w13_blockscale": [[experts, round_up(rows, 128), round_up(hidden // GROUP_SIZE, 4)]],
+        "w13_global_scale": [[experts], [experts, 1], *([[experts, 2]] if weights.is_gated else [])],
+        "w2_weight": [[experts, hidden, intermediate // 2]],
+        "w2_blockscale": [[experts, round_up(hidden, 128), round_up(intermediate // GROUP_SIZE, 4)]],
+        "w2_global_scale": [[experts]],
+        "w13_input_scale": one_or_experts,
+        "w2_input_scale": one_or_experts,
+    }
+    for name, allowed in shapes.items():
+        tensor = getattr(weights, name)
+        if tensor is None:  # only the input scales can be
+            continue
+        _need(
+            list(tensor.shape) in allowed,
+            f"{name} has shape {list(tensor.shape)}",
+            f"{' or '.join(map(str, allowed))} for {experts} experts, hidden size {hidden}, intermediate size "
+            f"{intermediate}, is_gated={weights.is_gated}",
+            "pass one layer's tensors as flashinfer_cutlass gets them, block scales swizzled, each half of w13 padded",
+        )
+        _need_device(name, tensor, device)
+        if name.endswith(("global_scale", "input_scale")):
+            _need(tensor.dtype == torch.float32, f"{name} is {tensor.dtype}", "float32", "convert it to float32")
+
+
+def _check_routing(
+    hidden_states: Tensor, weights: Nvfp4MoeWeights, topk_weights: Tensor, topk_ids: Tensor, on_input: bool
+) -> None:
+    _need(
+        hidden_states.dim() == 2 and hidden_states.shape[1] == weights.hidden_size,
+        f"hidden_states has shape {list(hidden_states.shape)}",
+        f"[T, {weights.hidden_size}], the hidden size of the weights",
+        "flatten the tokens to one dimension and pass the weights of the same layer",
+    )
+    num_tokens = hidden_states.shape[0]
+    _need(
+        topk_ids.dim() == 2 and topk_ids.shape[0] == num_tokens and topk_weights.shape == topk_ids.shape,
+        f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}",
+        f"both [{num_tokens}, k], for {num_tokens} tokens",
+        "pass the router's two results for these tokens",
+    )
+    integer = topk_ids.dtype in (torch.int32, torch.int64)
+    _need(integer, f"topk_ids is {topk_ids.dtype}", "int32 or int64", "convert it")
+    _need(topk_weights.is_floating_point(), f"topk_weights is {topk_weights.dtype}", "a float dtype", "convert it")
+    _need_device("topk_ids", topk_ids, hidden_states.device)
+    _need_device("topk_weights", topk_weights, hidden_states.device)
+    _need(
+        not on_input or topk_ids.shape[1] == 1,
+        f"apply_router_weight_on_input with k = {topk_ids.shape[1]}",
+        "k = 1: one input cannot carry several weights",
+        "apply the weights to the outputs",
+    )
+
+
+def _check_expert_range(
+    weights: Nvfp4MoeWeights, topk_ids: Tensor, expert_offset: int, num_global_experts: int | None
+) -> None:
+    if num_global_experts is None:
+        _need(
+            expert_offset == 0,
+            f"expert_offset {expert_offset} without num_global_experts",
+            "both, when topk_ids are global; neither, when they are local",
+            "pass num_global_experts, or map the ids and pass no offset",
+        )
+        kind, limit = "local", weights.num_experts
+    else:
+        _need(
+            0 <= expert_offset <= num_global_experts - weights.num_experts,
+            f"experts {expert_offset} to {expert_offset + weights.num_experts} of {num_global_experts} global ones",
+            "a range inside 0 to num_global_experts",
+            "pass expert_offset = ep_rank * local experts and the experts of all ranks",
+        )
+        kind, limit = "global", num_global_experts
+    # Reading a value costs nothing on the CPU; on a GPU it would wait for the stream and break a capture.
+    if topk_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        _need(
+            bool((topk_ids < limit).all()),
+            f"topk_ids holds an id of {limit} or more",
+            f"ids below {limit}, the number of {kind} experts; -1 to skip",
+            "if the ids are global, pass num_global_experts and expert_offset",
+        )
