@@ -1,0 +1,64 @@
+"""`sglang-sm120`: the command line. Imports the rest inside functions, so `--help` and `doctor` always work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sglang_sm120 import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-sm120",
+        description="Serve mixture-of-experts models with SGLang on PCIe Blackwell workstations (SM120). "
+        "The server itself is `sglang serve MODEL --enable-sm120-opts`.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="serve the small trained model that comes with the package and check every token",
+        description="Starts a real SGLang server on whatever is there, asks it one, two and ten requests at once, and "
+        "compares every token with transformers on the same checkpoint, dequantised.",
+    )
+    demo.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens a request (default: 48)")
+    demo.add_argument("--log", metavar="FILE", help="keep the server's log in this file")
+    commands.add_parser("doctor", help="check this installation and say how to fix what is wrong")
+    commands.add_parser("flags", help="list the flags that `sglang serve` takes from this package")
+    args = parser.parse_args(argv)
+    return {"demo": _demo, "doctor": _doctor, "flags": _flags}[args.command](args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from sglang_sm120.demo import run
+
+    return run(new_tokens=args.new_tokens, log=args.log)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_sm120.doctor.checks import run_checks
+
+    findings = run_checks()
+    for finding in findings:
+        print(f"{finding.level:7}  {finding.what}: {finding.found}")
+        if finding.fix:
+            print(f"         fix: {finding.fix}")
+    errors = sum(finding.level == "error" for finding in findings)
+    print(f"{len(findings)} checks, {errors} error{'' if errors == 1 else 's'}")
+    return 1 if errors else 0
+
+
+def _flags(args: argparse.Namespace) -> int:
+    from sglang_sm120.options import OPTIONS
+
+    for option in OPTIONS:
+        values = f" {{{','.join(option.choices)}}}" if option.choices else ""
+        print(f"{option.flag}{values}\n    variable {option.env}, default {option.default}\n    {option.help}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The two moments of a process that matter to us: its configuration is published, and its model is built."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_sm120.integration import apply
+from sglang_sm120.integration.hooks import Stage
+from sglang_sm120.options import Sm120Options, options_of
+
+logger = logging.getLogger(__name__)
+
+
+def on_process_ready(server_args: Any, role: str) -> None:
+    """Check the light hooks; in a scheduler, install the heavy ones. Does nothing while the package is off."""
+    options = options_of(server_args)
+    if not options.enable_sm120_opts:
+        return
+    apply.require_version()
+    apply.verify({Stage.PROCESS})
+    if role == "scheduler":
+        for stage in scheduler_stages(options):
+            apply.install(stage)
+        apply.verify(scheduler_stages(options))
+
+
+def on_model_ready(model_runner: Any) -> None:
+    """Verify every hook and take the model's MoE layers. Does nothing while the package is off."""
+    options = options_of(model_runner.server_args)
+    if not options.enable_sm120_opts:
+        return
+    from sglang_sm120.integration import moe
+
+    apply.verify({Stage.PROCESS, *scheduler_stages(options)})
+    moe.take_layers(model_runner.model, options, is_draft=model_runner.is_draft_worker)
+
+
+def scheduler_stages(options: Sm120Options) -> set[Stage]:
+    """The stages that a scheduler process of this server needs beyond Stage.PROCESS."""
+    stages = {Stage.SCHEDULER}
+    if options.sm120_emulate:
+        from sglang_sm120.testing.cpu_platform import is_active
+
+        stages.add(Stage.EMULATION)
+        if is_active():
+            stages.add(Stage.CPU)
+    return stages
+
+
+def process_ready(_result: Any, server_args: Any, *, role: str, **_rest: Any) -> None:
+    """AFTER runtime_context.publish."""
+    on_process_ready(server_args, role)
+
+
+def model_ready(_result: Any, model_runner: Any) -> None:
+    """AFTER ModelRunner.load_model."""
+    on_model_ready(model_runner)

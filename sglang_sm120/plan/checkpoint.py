@@ -1,0 +1,194 @@
+"""What an NVFP4 mixture-of-experts checkpoint on disk is, read from its config and its safetensors headers alone.
+
+Standard library only, so that a damaged checkpoint is refused before anything heavy is imported or any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GROUP_SIZE = 16
+"""Elements per e4m3 scale in NVFP4. MXFP4 has 32 and e8m0 scales."""
+
+_EXPERT_WEIGHT = re.compile(r"^(?P<linear>.*\.experts\.\d+\.[^.]+)\.(?P<leaf>weight|weight_packed)$")
+_MAX_LISTED = 3
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The tensor names that a format puts beside each packed expert weight."""
+
+    weight: str
+    block_scale: str
+    global_scale: str
+    input_scale: str
+
+
+_LAYOUTS = {
+    "modelopt": _Layout("weight", "weight_scale", "weight_scale_2", "input_scale"),
+    "compressed-tensors": _Layout("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault of a checkpoint: what was found and how to put it right."""
+
+    found: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What the files say.
+
+    nvfp4_format: "modelopt", "compressed-tensors", or None if the routed experts are not NVFP4.
+    num_experts: routed experts of a layer, None if the config does not name them.
+    has_input_scales: every expert weight has an activation scale that is finite and above zero.
+    weight_problems: faults that make the weights unusable. input_problems: faults of the activation scales, which
+    only W4A4 needs.
+    """
+
+    path: Path
+    nvfp4_format: str | None = None
+    num_experts: int | None = None
+    has_input_scales: bool = False
+    weight_problems: tuple[Problem, ...] = ()
+    input_problems: tuple[Problem, ...] = ()
+
+
+@dataclass
+class _Findings:
+    weight: list[Problem] = field(default_factory=list)
+    inputs: list[Problem] = field(default_factory=list)
+
+
+def inspect_checkpoint(model_path: str | Path) -> CheckpointFacts | None:
+    """Read a local checkpoint's config and headers; None if `model_path` is not a local folder with a config.json."""
+    path = Path(model_path)
+    config = _read_json(path / "config.json")
+    if config is None:
+        return None
+    text_config = config.get("text_config") or {}
+    num_experts = next(
+        (c[key] for c in (config, text_config) for key in ("num_experts", "n_routed_experts", "num_local_experts")
+         if isinstance(c.get(key), int)),
+        None,
+    )  # fmt: skip
+    declared = _declared_format(config, _read_json(path / "hf_quant_config.json"))
+    if declared is None:
+        return CheckpointFacts(path, None, num_experts)
+    tensors = dict(_tensors(path))
+    layout = _LAYOUTS[declared]
+    linears = [
+        match["linear"]
+        for name, entry in tensors.items()
+        if (match := _EXPERT_WEIGHT.match(name)) and match["leaf"] == layout.weight and entry.dtype == "U8"
+    ]
+    if not linears:
+        return CheckpointFacts(path, None, num_experts)
+    findings = _Findings()
+    for linear in linears:
+        _check_linear(linear, tensors, layout, findings)
+    return CheckpointFacts(
+        path,
+        declared,
+        num_experts,
+        has_input_scales=not findings.inputs,
+        weight_problems=_shorten(findings.weight),
+        input_problems=_shorten(findings.inputs),
+    )
+
+
+def _declared_format(config: dict[str, Any], hf_quant: dict[str, Any] | None) -> str | None:
+    """The NVFP4 format that the config declares, or None."""
+    quant = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    if quant.get("quant_method") == "compressed-tensors":
+        return "compressed-tensors" if "nvfp4" in str(quant.get("format", "")) else None
+    legacy = (hf_quant or {}).get("quantization") or {}
+    algo = quant.get("quant_algo") or legacy.get("quant_algo") or ""
+    return "modelopt" if "NVFP4" in str(algo) or str(algo).upper() == "MIXED_PRECISION" else None
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def scalars(self) -> tuple[float, ...]:
+        """The values of a small float32 tensor."""
+        count = math.prod(self.shape)
+        with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return struct.unpack_from(f"<{count}f", data, self.offset)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, _Tensor]]:
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                offset = 8 + length + entry["data_offsets"][0]
+                yield name, _Tensor(file, entry["dtype"], tuple(entry["shape"]), offset)
+
+
+def _check_linear(linear: str, tensors: dict[str, _Tensor], layout: _Layout, findings: _Findings) -> None:
+    weight = tensors[f"{linear}.{layout.weight}"]
+    block = tensors.get(f"{linear}.{layout.block_scale}")
+    name = f"{linear}.{layout.block_scale}"
+    if block is None:
+        findings.weight.append(Problem(f"{name} is missing", "export the checkpoint again"))
+    elif block.dtype != "F8_E4M3" or block.shape[-1] * GROUP_SIZE != weight.shape[-1] * 2:
+        group = weight.shape[-1] * 2 // max(block.shape[-1], 1)
+        kind = "MXFP4" if group == 32 else "not NVFP4"
+        findings.weight.append(
+            Problem(
+                f"{name} is {block.dtype} with {group} elements a scale ({kind}), declared NVFP4",
+                "serve it with the quantization that it really has, or export it as NVFP4",
+            )
+        )
+    _check_scalar(f"{linear}.{layout.global_scale}", tensors, findings.weight, "export the checkpoint again")
+    _check_scalar(
+        f"{linear}.{layout.input_scale}", tensors, findings.inputs,
+        "calibrate the checkpoint's activations again, or pass --sm120-moe-numerics w4a16",
+    )  # fmt: skip
+
+
+def _check_scalar(name: str, tensors: dict[str, _Tensor], problems: list[Problem], fix: str) -> None:
+    tensor = tensors.get(name)
+    if tensor is None:
+        problems.append(Problem(f"{name} is missing", fix))
+        return
+    if tensor.dtype != "F32":
+        problems.append(Problem(f"{name} is {tensor.dtype}, not F32", fix))
+        return
+    bad = [value for value in tensor.scalars() if not (math.isfinite(value) and value > 0)]
+    if bad:
+        problems.append(Problem(f"{name} is {bad[0]:g}; a global scale is finite and above zero", fix))
+
+
+def _shorten(problems: list[Problem]) -> tuple[Problem, ...]:
+    """The first few: a checkpoint that lacks one kind of tensor lacks thousands."""
+    if len(problems) <= _MAX_LISTED:
+        return tuple(problems)
+    rest = Problem(f"and {len(problems) - _MAX_LISTED} more like these", problems[0].fix)
+    return (*problems[:_MAX_LISTED], rest)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        with file.open(encoding="utf-8") as stream:
+            return json.load(stream)
+    except OSError:
+        return None

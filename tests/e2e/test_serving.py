@@ -1,0 +1,179 @@
+"""Real SGLang, real HTTP, our MoE runner; every token compared with transformers on the dequantised checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from sglang_sm120.testing.checkpoints import MODEL_STYLES, ReferenceModel
+from sglang_sm120.testing.server import ServerDied, SglangServer
+from tests.e2e.conftest import PROMPTS, SERVER_ARGS, assert_same_tokens
+
+pytestmark = pytest.mark.e2e
+
+W4A16 = [*SERVER_ARGS, "--sm120-moe-backend", "reference", "--sm120-moe-numerics", "w4a16"]
+W4A4 = [*SERVER_ARGS, "--sm120-moe-backend", "reference", "--sm120-moe-numerics", "w4a4"]
+TAKEN = "sglang-sm120: MoE runner reference serves 2 of 2 layers of the model"
+
+
+def _compare(server: SglangServer, reference: ReferenceModel, *, atol: float = 1e-3, new_tokens: int = 16) -> None:
+    answers = server.generate(PROMPTS, max_new_tokens=new_tokens, return_logprob=True)
+    assert_same_tokens(answers, reference, PROMPTS, atol=atol)
+
+
+@pytest.mark.parametrize("fmt", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("style", MODEL_STYLES)
+def test_every_style_and_format(style: str, fmt: str, checkpoints) -> None:
+    nvfp4, plain = checkpoints(style, fmt)
+    with SglangServer(nvfp4, W4A16) as server:
+        _compare(server, ReferenceModel(plain))
+        assert TAKEN in server.our_lines()
+
+
+@pytest.mark.parametrize(("style", "fmt"), [("qwen3_moe", "modelopt"), ("glm4_moe", "compressed-tensors")])
+def test_quantised_activations(style: str, fmt: str, checkpoints) -> None:
+    nvfp4, plain = checkpoints(style, fmt)
+    with SglangServer(nvfp4, W4A4) as server:
+        # An activation next to a rounding boundary may fall either way, so the log-probabilities are looser here.
+        _compare(server, ReferenceModel(plain, w4a4=True), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("style", "fmt", "parallel"),
+    [
+        ("qwen3_moe", "modelopt", ["--tp", "2"]),
+        ("glm4_moe", "modelopt", ["--tp", "2", "--ep", "2"]),
+        ("qwen3_moe", "compressed-tensors", ["--tp", "2", "--ep", "2"]),
+    ],
+)
+def test_two_ranks(style: str, fmt: str, parallel: list[str], checkpoints) -> None:
+    nvfp4, plain = checkpoints(style, fmt)
+    with SglangServer(nvfp4, [*W4A16, *parallel], env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as server:
+        _compare(server, ReferenceModel(plain))
+        assert server.our_lines().count(TAKEN) == 2, "each rank takes its layers"
+
+
+def test_options_reach_every_process_and_server_info(checkpoints, tmp_path) -> None:
+    """A --config file, python -m sglang.launch_server, and the default runner under emulation."""
+    nvfp4, plain = checkpoints("qwen3_moe", "modelopt")
+    config = tmp_path / "server.yaml"
+    config.write_text("enable-sm120-opts: true\nsm120-emulate: true\nsm120-moe-numerics: w4a16\ndtype: float32\n")
+    rest = [word for word in SERVER_ARGS[4:]]
+    with SglangServer(nvfp4, ["--config", str(config), *rest], launcher=["-m", "sglang.launch_server"]) as server:
+        info = server.info()
+        assert {name: value for name, value in info.items() if "sm120" in name} == {
+            "enable_sm120_opts": True,
+            "sm120_moe_backend": "auto",
+            "sm120_moe_numerics": "w4a16",
+            "sm120_emulate": True,
+        }
+        assert info["moe_runner_backend"] == "flashinfer_cutlass", "field report 29"
+        _compare(server, ReferenceModel(plain))
+        assert TAKEN in server.our_lines()
+
+
+def test_clients_streaming_abort_and_restart(checkpoints) -> None:
+    nvfp4, plain = checkpoints("qwen3_moe", "modelopt")
+    reference = ReferenceModel(plain)
+    expected = reference.greedy(PROMPTS[:2], 24)
+    with SglangServer(nvfp4, W4A16) as server:
+        answers: list = [None, None]
+
+        def ask(client: int) -> None:
+            answers[client] = server.generate(PROMPTS[client], max_new_tokens=24)
+
+        clients = [threading.Thread(target=ask, args=(client,)) for client in range(2)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        assert [answer["output_ids"] for answer in answers] == [output.tokens for output in expected]
+
+        assert _stream(server, PROMPTS[0], 24) == expected[0].tokens
+
+        _abort_in_flight(server)
+        after = server.generate(PROMPTS[1], max_new_tokens=24)
+        assert after["output_ids"] == expected[1].tokens, "an aborted request leaves nothing behind"
+
+        # Kill a scheduler as the kernel's out-of-memory killer would: the server ends, and says so.
+        victims = [p for p in server.processes() if "scheduler" in " ".join(p.cmdline() or [p.name()])]
+        assert victims, [p.cmdline() for p in server.processes()]
+        family = server.processes()
+        victims[0].send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while server.alive() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not server.alive(), "a server without its scheduler must end"
+        with pytest.raises(ServerDied):
+            server.generate(PROMPTS[0])
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert not left, left
+    with SglangServer(nvfp4, W4A16) as server:  # nothing of the first start is in the way
+        assert server.generate(PROMPTS[0], max_new_tokens=24)["output_ids"] == expected[0].tokens
+
+
+def _stream(server: SglangServer, prompt: list[int], new_tokens: int) -> list[int]:
+    body = {
+        "input_ids": prompt,
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+    }
+    tokens: list[int] = []
+    chunks = 0
+    with httpx.stream("POST", server.url + "/generate", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                tokens, chunks = json.loads(line[6:])["output_ids"], chunks + 1
+    assert chunks > 1, "streaming sends more than one chunk"
+    return tokens
+
+
+def _abort_in_flight(server: SglangServer) -> None:
+    request_id = "to-be-aborted"
+    answer: dict = {}
+
+    def ask() -> None:
+        answer.update(server.generate(PROMPTS[2], max_new_tokens=3000, rid=request_id))
+
+    client = threading.Thread(target=ask)
+    client.start()
+    time.sleep(2.0)
+    httpx.post(server.url + "/abort_request", json={"rid": request_id}, timeout=30).raise_for_status()
+    client.join(timeout=60)
+    assert not client.is_alive()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort", answer["meta_info"]
+
+
+def test_engine_keywords(checkpoints, tmp_path) -> None:
+    """sglang.Engine(enable_sm120_opts=True), in a program of its own."""
+    import subprocess
+    import sys
+
+    nvfp4, plain = checkpoints("qwen3_moe", "modelopt")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys\n"
+        "if __name__ == '__main__':\n"
+        "    import sglang\n"
+        f"    engine = sglang.Engine(model_path={str(nvfp4)!r}, enable_sm120_opts=True, sm120_emulate=True,\n"
+        "        sm120_moe_numerics='w4a16', dtype='float32', max_total_tokens=2048, mem_fraction_static=0.3,\n"
+        "        skip_server_warmup=True, log_level='info')\n"
+        f"    out = engine.generate(input_ids=[{PROMPTS[0]}],\n"
+        "        sampling_params={'temperature': 0, 'max_new_tokens': 8, 'ignore_eos': True})\n"
+        "    print('ANSWER', json.dumps(out[0]['output_ids']))\n"
+        "    engine.shutdown()\n"
+    )
+    # The platform is chosen when sglang is imported, before any keyword: on the CPU the variable has to say it.
+    env = {**os.environ, "SGLANG_SM120_EMULATE": "1", "SGLANG_SM120_ENABLE": "1"}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, env=env)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert answers, done.stdout[-2000:] + done.stderr[-4000:]
+    assert json.loads(answers[0][7:]) == ReferenceModel(plain).greedy(PROMPTS[:1], 8)[0].tokens
+    assert TAKEN in done.stdout + done.stderr
