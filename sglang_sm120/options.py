@@ -147,7 +147,7 @@ def resolve(given: Mapping[str, Any] | None = None, environ: Mapping[str, str] |
 
 
 def options_of(server_args: Any) -> Sm120Options:
-    """The options of a `ServerArgs` record: those stashed on it, else the environment's (launchers without our flags)."""
+    """The options stashed on a `ServerArgs` record, else the environment's (for launchers without our flags)."""
     stashed = getattr(server_args, ATTRIBUTE, None)
     return stashed if stashed is not None else resolve()
 

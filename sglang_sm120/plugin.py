@@ -38,7 +38,9 @@ def _install() -> None:
     resolution.register()
     apply.install(Stage.PROCESS)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
-    if engine is not None:  # Engine.__init__ loads plugins, so its module is there whenever its keywords matter
+    if (
+        engine is not None and not apply.has_options_door()
+    ):  # Engine.__init__ loads plugins, so its module is there whenever its keywords matter
         from sglang_sm120.integration.server_options import server_args_from_keywords
 
         engine.Engine.server_args_class = staticmethod(server_args_from_keywords)

@@ -7,6 +7,7 @@ import json
 import platform
 import shlex
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,19 @@ def environment(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
-        "command": shlex.join(["python", *sys.argv]),
+        # Folders are the runner's own business; everything else of the command is what reproduces the model.
+        "command": shlex.join(["python", f"tools/{Path(sys.argv[0]).name}", *map(_without_folder, sys.argv[1:])]),
     }
+
+
+def _without_folder(word: str) -> str:
+    return "DIR" if "/" in word else word
+
+
+def text_version(text_root: Path) -> str:
+    """Version of the Python whose library the text is: this interpreter's, else what the folder's name says."""
+    own = Path(sysconfig.get_path("stdlib")).resolve() == Path(text_root).resolve()
+    return platform.python_version() if own else Path(text_root).name.removeprefix("python")
 
 
 def describe(documents: list[tuple[str, str]]) -> dict[str, Any]:
@@ -94,7 +106,7 @@ a token, byte-level BPE. Routed experts are ModelOpt NVFP4, the rest BF16. It ex
 server's output can be judged: it continues Python text, and is of no other use.
 
 Trained on {text["files"]} source files ({text["bytes"] / 1e6:.1f} MB) of the standard library of Python
-{metrics["python"]} (PSF licence): {metrics["steps"]} steps, {metrics["tokens_seen"] / 1e6:.0f} million tokens,
+{metrics["text_python"]} (PSF licence): {metrics["steps"]} steps, {metrics["tokens_seen"] / 1e6:.0f} million tokens,
 {metrics["seconds"]} s on {metrics["device"]}. Kept out, with their tests: {", ".join(metrics["held_out_modules"])}.
 
 | held-out text | perplexity of a token | bits a byte |

@@ -18,9 +18,10 @@ def flags_page() -> str:
     """docs/flags.md."""
     lines = [
         "# Flags", "", _GENERATED, "",
-        "For `sglang serve`, `python -m sglang.launch_server`, `--config` files (the name without the dashes in front) and,",
-        "as keywords with underscores, `sglang.Engine`. A flag wins over its environment variable. `sglang serve --help`",
-        "does not list plugin flags (SGLang prints it before it loads plugins); `sglang-sm120 flags` does.", "",
+        "For `sglang serve`, `python -m sglang.launch_server`, `--config` files (the name without the dashes) and, as",
+        "keywords with underscores, `sglang.Engine`. A flag wins over its environment variable. `sglang serve --help`",
+        "does not list plugin flags (SGLang prints it before it loads plugins); `sglang-sm120 flags` does.",
+        "",
         "| flag | values | default | variable | what it does |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for option in OPTIONS:
@@ -35,15 +36,16 @@ def hooks_page() -> str:
     first, end = (".".join(map(str, version)) for version in SGLANG_RANGE)
     lines = [
         "# Where this package touches SGLang", "", _GENERATED, "",
-        f"SGLang >= {first}, < {end}. With the flag on, every target below is compared with the installed source before",
-        "weights load, and every hook is verified to be live once the model is built; any mismatch stops the server and",
-        "names the hook. With the flag off nothing below changes what SGLang does.", "",
+        f"SGLang >= {first}, < {end}. With the flag on, every target below is compared with the installed source",
+        "before weights load, and every hook is verified to be live once the model is built; any mismatch stops the",
+        "server and names the hook. With the flag off nothing below changes what SGLang does.", "",
         "## Supported doors", "", "| name | SGLang's door | our entry | why |", "|---|---|---|---|",
     ]  # fmt: skip
     lines += [f"| {row.name} | {row.door} | `{row.entry}` | {row.reason} |" for row in EXTENSIONS]
     lines += [
         "", "## Hooks (monkey-patches)", "",
-        "| name | target | kind | our entry | installed in | why | patch that makes it unnecessary |", "|---|---|---|---|---|---|---|",
+        "| name | target | kind | our entry | installed in | why | patch that makes it unnecessary |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in HOOKS:
         patch = f"[{row.patch[:4]}](../patches/{row.patch})" if row.patch else f"none: {row.no_patch}"

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from demo_model_report import describe, describe_held_out, environment, write_report
+from demo_model_report import describe, describe_held_out, environment, text_version, write_report
 
 from sglang_sm120.errors import ConfigError
 from sglang_sm120.testing import checkpoints
@@ -96,7 +96,7 @@ def main() -> None:
         samples = [generate_sample(plain, prompt, settings.sample_tokens) for prompt in SAMPLE_PROMPTS]
 
     metrics = environment(device) | {
-        "text_root": str(args.text_root),
+        "text_python": text_version(args.text_root),
         "seed": args.seed,
         "settings": asdict(settings),
         "training_text": describe(training) | {"tokens": len(train_tokens)},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_sm120.errors import ConfigError
 from sglang_sm120.integration.check import check_tree, version_problem
-from sglang_sm120.options import resolve
+from sglang_sm120.options import Sm120Options, flag_given, resolve
 
 _DISTRIBUTION = "sglang-sm120"
 
@@ -84,11 +84,11 @@ def _plugin_selected(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"set SGLANG_PLUGINS={plugins},sm120, or unset it",
         )  # fmt: skip
     platform = environ.get("SGLANG_PLATFORM", "")
-    if platform and platform != "sm120":
-        yield Finding(
-            "error", "SGLANG_PLATFORM", f"{platform!r}: SGLang then loads no plugin of a package with another platform",
-            "unset SGLANG_PLATFORM",
-        )  # fmt: skip
+    if platform == "sm120" and flag_given("sm120_emulate", (), environ):
+        return
+    if platform:
+        reason = "that platform is for emulation" if platform == "sm120" else "SGLang then loads none of our plugins"
+        yield Finding("error", "SGLANG_PLATFORM", f"{platform!r}: {reason}", "unset SGLANG_PLATFORM")
 
 
 def _hooks(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -110,7 +110,8 @@ def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("error", "environment", error.found, error.fix)
         return
-    given = {name: value for name, value in options.as_dict().items() if value not in (False, "auto", True)}
+    default = Sm120Options(enable_sm120_opts=True).as_dict()
+    given = {name: value for name, value in options.as_dict().items() if value != default[name]}
     yield Finding(
         "ok", "environment", ", ".join(f"{name}={value}" for name, value in given.items()) or "no options set"
     )
@@ -121,7 +122,7 @@ def _device(environ: Mapping[str, str]) -> Iterator[Finding]:
 
     try:
         device = current_device()
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # a missing library, a broken driver
         yield Finding("error", "torch", str(error), "reinstall torch as SGLang pins it")
         return
     if device.is_sm120:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_sm120.errors import HookError
 from sglang_sm120.integration.check import HookProblem, check_tree, version_problem
-from sglang_sm120.integration.hooks import HOOKS, Hook, Stage
+from sglang_sm120.integration.hooks import HOOKS, Hook, Stage, hook
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def sglang_root() -> Path:
     """The folder of the package `sglang` that this process imports."""
     import sglang
 
-    return Path(list(sglang.__path__)[0])
+    return Path(next(iter(sglang.__path__)))
 
 
 def require_version() -> None:
@@ -66,7 +66,7 @@ def install(stage: Stage) -> None:
 
 
 def verify(stages: Collection[Stage]) -> None:
-    """Check in this process that every expected hook is live: reachable from its target. Raises HookError with a list."""
+    """Check that every expected hook is live here: reachable from its target. Raises HookError with the list."""
     problems = []
     for row in HOOKS:
         if row.stage in stages and _open_door(row) is None:
@@ -74,6 +74,18 @@ def verify(stages: Collection[Stage]) -> None:
             if found is not None:
                 problems.append(HookProblem(row.name, found, f"{row.entry} on {row.target}"))
     _raise(problems, "hooks are not live")
+
+
+def has_options_door() -> bool:
+    """Whether a patched SGLang takes our `Engine` keywords itself."""
+    return _open_door(hook("cli_flags")) is not None
+
+
+def report_doors() -> None:
+    """Log the doors in use. Not where they are opened: SGLang sets its logging up after that."""
+    for door in sorted(_used_doors):
+        names = ", ".join(row.name for row in HOOKS if row.door == door)
+        logger.info("sglang-sm120: %s is there; not needed: hook %s", door, names)
 
 
 def _liveness(row: Hook) -> str | None:
@@ -113,7 +125,6 @@ def _use_door(row: Hook, register: Callable) -> None:
     if row.door not in _used_doors:
         _used_doors.add(row.door)
         doors.register(row.door, register)
-        logger.info("sglang-sm120: %s is there; hook %s is not needed", row.door, row.name)
 
 
 def _resolve(path: str) -> Callable:

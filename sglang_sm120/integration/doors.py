@@ -14,7 +14,7 @@ def register(door: str, register_function: Callable) -> None:
 
         register_function(
             add_cli_args=server_options.add_cli_args,
-            attach=server_options.attach,
+            attach=server_options.attach_or_exit,
             describe=server_options.describe,
             keywords=server_options.KEYWORDS,
         )

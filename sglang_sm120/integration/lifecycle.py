@@ -33,6 +33,7 @@ def on_model_ready(model_runner: Any) -> None:
     from sglang_sm120.integration import moe
 
     apply.verify({Stage.PROCESS, *scheduler_stages(options)})
+    apply.report_doors()
     moe.take_layers(model_runner.model, options, is_draft=model_runner.is_draft_worker)
 
 

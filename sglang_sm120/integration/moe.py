@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from sglang_sm120.errors import ConfigError, UnsupportedError
-from sglang_sm120.kernels.moe.fused_moe.api import MoeActivation, Nvfp4MoeWeights, fused_moe, unsupported_reason
+from sglang_sm120.kernels.moe.fused_moe.api import (
+    MoeActivation,
+    Numerics,
+    Nvfp4MoeWeights,
+    fused_moe,
+    unsupported_reason,
+)
 from sglang_sm120.options import Sm120Options
 
 logger = logging.getLogger(__name__)
@@ -29,7 +35,7 @@ class MoeLayer:
     """One FusedMoE layer that our runner serves. Kept on the layer; holds no tensor of its own."""
 
     layer: Any
-    numerics: str
+    numerics: Numerics
     activation: MoeActivation
     format: str
 
@@ -97,22 +103,43 @@ def take_layers(model: torch.nn.Module, options: Sm120Options, *, is_draft: bool
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedMoE)]
     nvfp4 = [(name, layer, layer_format) for name, layer in layers if (layer_format := _format_of(layer)) is not None]
     runner = _runner(options)
-    taken, declined = 0, []
+    taken: list[MoeLayer] = []
+    declined: list[str] = []
     for name, layer, layer_format in nvfp4:
-        if not hasattr(layer, "w13_input_scale_quant"):
-            declined.append(f"{name}: its weights are prepared for another runner")
+        if layer.runner_backend is None or not layer.runner_backend.is_flashinfer_cutlass():
+            declined.append(f"{name}: its weights are prepared for {layer.runner_backend}")
             continue
         weights = _WEIGHT_READERS[layer_format](layer)
         _require_global_scales(name, weights)
         if runner != "reference":
+            _require_stock_input_scales(name, weights)
             continue
         ours = _build(name, layer, layer_format, weights, options)
         if isinstance(ours, str):
             declined.append(f"{name}: {ours}")
         else:
             setattr(layer, _LAYER_ATTRIBUTE, ours)
-            taken += 1
-    _report(runner, options, taken, declined, len(nvfp4), len(layers), is_draft)
+            taken.append(ours)
+    what = "draft model" if is_draft else "model"
+    if options.sm120_moe_backend != "auto" and not is_draft and (declined or not nvfp4):
+        raise UnsupportedError(
+            f"--sm120-moe-backend {runner} serves {len(nvfp4) - len(declined)} of {len(nvfp4)} NVFP4 MoE layers"
+            + (f" ({_shorten(declined)})" if declined else ""),
+            "every NVFP4 MoE layer of the model, and at least one",
+            "use --sm120-moe-backend auto, or another checkpoint",
+        )
+    if not nvfp4:
+        logger.warning("sglang-sm120: the %s has no NVFP4 MoE layers (of %d): nothing to do", what, len(layers))
+        return
+    by_runner = f"MoE runner {runner} serves {len(nvfp4) - len(declined)} of {len(nvfp4)} layers of the {what}"
+    numerics = " in " + " and ".join(sorted({layer.numerics for layer in taken})) if taken else ", scales checked"
+    left = f"; left to SGLang: {_shorten(declined)}" if declined else ""
+    logger.info("sglang-sm120: %s%s%s", by_runner, numerics, left)
+
+
+def _shorten(reasons: list[str]) -> str:
+    more = len(reasons) - _MAX_LISTED
+    return "; ".join(reasons[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _runner(options: Sm120Options) -> str:
@@ -127,19 +154,10 @@ def _build(name: str, layer: Any, layer_format: str, weights: Nvfp4MoeWeights, o
     reason = _layer_reason(layer)
     if reason is not None:
         return reason
-    numerics = options.sm120_moe_numerics
-    input_fault = _input_scale_fault(weights)
-    if numerics == "auto":
-        numerics = "w4a16" if input_fault else "w4a4"
-    elif numerics == "w4a4" and input_fault:
-        raise ConfigError(
-            f"{name}: {input_fault}",
-            "activation scales that are finite and above zero, for W4A4",
-            "calibrate the checkpoint's activations again, or pass --sm120-moe-numerics w4a16",
-        )
+    numerics = _numerics(name, weights, options)
     config = layer.moe_runner_config
     activation = MoeActivation(
-        name=config.activation if config.is_gated or config.activation != "relu2" else "relu2",
+        name=config.activation,
         alpha=config.gemm1_alpha,
         beta=config.gemm1_beta,
         limit=config.gemm1_clamp_limit or config.swiglu_limit,
@@ -147,6 +165,22 @@ def _build(name: str, layer: Any, layer_format: str, weights: Nvfp4MoeWeights, o
     dtype = layer.params_dtype
     reason = unsupported_reason(weights, activation=activation, numerics=numerics, hidden_dtype=dtype)
     return reason if reason is not None else MoeLayer(layer, numerics, activation, layer_format)
+
+
+def _numerics(name: str, weights: Nvfp4MoeWeights, options: Sm120Options) -> Numerics:
+    """What to do with activations: as asked, else W4A4 where the layer has the scales for it."""
+    fault = _input_scale_fault(weights)
+    if options.sm120_moe_numerics == "w4a16":
+        return "w4a16"
+    if fault is None:
+        return "w4a4"
+    if options.sm120_moe_numerics == "auto":
+        return "w4a16"
+    raise ConfigError(
+        f"{name}: {fault}",
+        "activation scales that are finite and above zero, for W4A4",
+        "calibrate the checkpoint's activations again, or pass --sm120-moe-numerics w4a16",
+    )
 
 
 def _layer_reason(layer: Any) -> str | None:
@@ -247,39 +281,20 @@ def _require_global_scales(name: str, weights: Nvfp4MoeWeights) -> None:
             )
 
 
+def _require_stock_input_scales(name: str, weights: Nvfp4MoeWeights) -> None:
+    """The stock path divides by them, whatever they are."""
+    fault = _input_scale_fault(weights)
+    if fault is not None:
+        raise ConfigError(
+            f"{name}: {fault}",
+            "activation scales that are finite and above zero: the stock path always quantises activations",
+            "use --sm120-moe-backend reference --sm120-moe-numerics w4a16, or calibrate the checkpoint again",
+        )
+
+
 def _input_scale_fault(weights: Nvfp4MoeWeights) -> str | None:
     for label, scale in (("w13", weights.w13_input_scale), ("w2", weights.w2_input_scale)):
         fault = _fault(scale)
         if fault is not None:
             return f"the activation scale of {label} is {fault}"
     return None
-
-
-def _report(
-    runner: str, options: Sm120Options, taken: int, declined: list[str], nvfp4: int, total: int, is_draft: bool
-) -> None:
-    """One line a model; an error where a runner was named and cannot serve it."""
-    reasons = "; ".join(declined[:_MAX_LISTED]) + (
-        f"; and {len(declined) - _MAX_LISTED} more" if declined[_MAX_LISTED:] else ""
-    )
-    what = "draft model" if is_draft else "model"
-    if options.sm120_moe_backend != "auto" and not is_draft and (declined or not nvfp4):
-        raise UnsupportedError(
-            f"--sm120-moe-backend {runner} serves {taken} of {nvfp4} NVFP4 MoE layers"
-            + (f" ({reasons})" if reasons else ""),
-            "every NVFP4 MoE layer of the model, and at least one",
-            "use --sm120-moe-backend auto, or another checkpoint",
-        )
-    if not nvfp4:
-        logger.warning("sglang-sm120: the %s has no NVFP4 MoE layers (of %d MoE layers): nothing to do", what, total)
-        return
-    suffix = f"; left to SGLang: {reasons}" if reasons else ""
-    if runner == "reference":
-        logger.info("sglang-sm120: MoE runner reference serves %d of %d layers of the %s%s", taken, nvfp4, what, suffix)
-    else:
-        logger.info(
-            "sglang-sm120: MoE: stock flashinfer_cutlass serves %d layers of the %s, scales checked%s",
-            nvfp4,
-            what,
-            suffix,
-        )

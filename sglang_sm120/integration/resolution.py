@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 from sglang_sm120.errors import ConfigError, Sm120Error, UnsupportedError
 from sglang_sm120.integration import apply
-from sglang_sm120.options import ATTRIBUTE, Sm120Options, options_of
+from sglang_sm120.options import ATTRIBUTE, Sm120Options, asked_for, options_of
 from sglang_sm120.plan.checkpoint import CheckpointFacts, inspect_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -36,17 +37,12 @@ def resolve_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
             setattr(server_args, ATTRIBUTE, options)
             _prepare(server_args, options)
     except Sm120Error as error:
-        if hasattr(server_args, ATTRIBUTE) and _from_command_line():
+        if asked_for(
+            sys.argv, {}
+        ):  # a command line gets the message alone, a program that called `Engine(...)` the exception
             sys.exit(str(error))
         raise
     previous(server_args)
-
-
-def _from_command_line() -> bool:
-    """A command line gets the message alone; a program that called `Engine(...)` gets the exception."""
-    from sglang_sm120.options import asked_for
-
-    return asked_for(sys.argv)
 
 
 def _prepare(server_args: Any, options: Sm120Options) -> None:
@@ -58,6 +54,12 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
     facts = inspect_checkpoint(view.model_path)
     if facts is not None:
         _require_checkpoint(facts, view, options)
+        if facts.nvfp4_format and not facts.has_input_scales and options.sm120_moe_numerics == "auto":
+            # Only the files tell: SGLang fills a missing scale with 1.0.
+            options = dataclasses.replace(options, sm120_moe_numerics="w4a16")
+            setattr(server_args, ATTRIBUTE, options)
+    if facts is not None and facts.nvfp4_format and facts.has_plain_shared_experts:
+        _keep_shared_experts_apart(server_args, view)
     _resolve_backend(server_args, view, facts, options)
     if options.sm120_emulate:
         _resolve_emulation(server_args, view)
@@ -85,8 +87,7 @@ def _require_checkpoint(facts: CheckpointFacts, view: Any, options: Sm120Options
             "NVFP4 experts: e4m3 scales, one per 16 elements, and global scales that are finite and above zero",
             facts.weight_problems[0].fix,
         )
-    needs_inputs = options.sm120_moe_backend == "flashinfer_cutlass" or options.sm120_moe_numerics == "w4a4"
-    if facts.input_problems and needs_inputs:
+    if facts.input_problems and _needs_input_scales(facts, options):
         raise ConfigError(
             f"{facts.path}: " + "; ".join(problem.found for problem in facts.input_problems),
             "activation scales that are finite and above zero, for W4A4",
@@ -105,6 +106,23 @@ def _require_checkpoint(facts: CheckpointFacts, view: Any, options: Sm120Options
             "an expert-parallel size that divides the number of experts",
             f"use one of {', '.join(map(str, divisors))}",
         )
+
+
+def _needs_input_scales(facts: CheckpointFacts, options: Sm120Options) -> bool:
+    """Whether this server would quantise activations under the checkpoint's scales."""
+    if options.sm120_moe_backend == "flashinfer_cutlass" or options.sm120_moe_numerics == "w4a4":
+        return True
+    if options.sm120_moe_backend == "reference" or options.sm120_emulate:
+        return False
+    # The stock path: SGLang fills a missing scale with 1.0, which it accepts for weight-only checkpoints; one that is
+    # zero or NaN gives garbage.
+    missing = all(problem.missing for problem in facts.input_problems)
+    if missing:
+        logger.warning(
+            "sglang-sm120: %s; the stock path quantises activations all the same. "
+            "--sm120-moe-backend reference --sm120-moe-numerics w4a16 does not.", facts.input_problems[0].found,
+        )  # fmt: skip
+    return not missing
 
 
 def _resolve_backend(server_args: Any, view: Any, facts: CheckpointFacts | None, options: Sm120Options) -> None:
@@ -134,12 +152,39 @@ def _resolve_backend(server_args: Any, view: Any, facts: CheckpointFacts | None,
             "the standard dispatcher (none) for our MoE runners",
             "drop --moe-a2a-backend, or use --sm120-moe-backend flashinfer_cutlass",
         )
+    if view.startup_weight_load_mode != "serial":
+        raise UnsupportedError(
+            f"--startup-weight-load-mode {view.startup_weight_load_mode}",
+            "weights that are there when the model is built, to be checked",
+            "drop --startup-weight-load-mode, or use --sm120-moe-backend flashinfer_cutlass",
+        )
+    if view.enable_eplb:
+        raise UnsupportedError(
+            "--enable-eplb",
+            "experts that stay where they are: expert rebalancing was not tested with our MoE runners",
+            "drop --enable-eplb, or use --sm120-moe-backend flashinfer_cutlass",
+        )
     if view.enable_lora or view.lora_paths:
         raise UnsupportedError(
             "LoRA adapters, which replace the MoE layer's core",
             "a server without LoRA for our MoE runners",
             "drop the LoRA flags, or use --sm120-moe-backend flashinfer_cutlass",
         )
+
+
+def _keep_shared_experts_apart(server_args: Any, view: Any) -> None:
+    """Field report 24: fused into the NVFP4 experts, a BF16 shared expert does not fit their packed tensors."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if view.enforce_shared_experts_fusion:
+        raise ConfigError(
+            "--enforce-shared-experts-fusion with shared experts that are not NVFP4",
+            "shared experts of the routed experts' own format, to be fused into them",
+            "drop --enforce-shared-experts-fusion",
+        )
+    if not view.disable_shared_experts_fusion:
+        logger.info("sglang-sm120: shared experts are not NVFP4, so they are not fused into the routed ones")
+        declare_resolution(server_args, _SOURCE, disable_shared_experts_fusion=True)
 
 
 def _resolve_emulation(server_args: Any, view: Any) -> None:

@@ -33,6 +33,16 @@ def attach(server_args: Any, values: Mapping[str, Any]) -> None:
     setattr(server_args, table.ATTRIBUTE, options)
 
 
+def attach_or_exit(server_args: Any, values: Mapping[str, Any]) -> None:
+    """`attach`; a command line gets the message alone, a program that called `Engine(...)` gets the exception."""
+    try:
+        attach(server_args, values)
+    except Sm120Error as error:
+        if table.asked_for(sys.argv, {}):
+            sys.exit(str(error))
+        raise
+
+
 def describe(server_args: Any) -> dict[str, Any]:
     """What `/server_info` shows; nothing while the package is off."""
     options = table.options_of(server_args)
@@ -45,12 +55,9 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def keep_values(original: Any, cls: type, args: argparse.Namespace) -> Any:
-    """AROUND ServerArgs.from_cli_args. A command line gets a message, not a traceback."""
+    """AROUND ServerArgs.from_cli_args."""
     server_args = original(cls, args)
-    try:
-        attach(server_args, vars(args))
-    except Sm120Error as error:
-        sys.exit(str(error))
+    attach_or_exit(server_args, vars(args))
     return server_args
 
 
@@ -65,5 +72,5 @@ def server_args_from_keywords(**keywords: Any) -> Any:
 
     ours = {name: keywords.pop(name) for name in KEYWORDS if name in keywords}
     server_args = ServerArgs(**keywords)
-    attach(server_args, ours)
+    attach_or_exit(server_args, ours)
     return server_args

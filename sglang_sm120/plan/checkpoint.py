@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_sm120.errors import ConfigError
+
 GROUP_SIZE = 16
 """Elements per e4m3 scale in NVFP4. MXFP4 has 32 and e8m0 scales."""
 
 _EXPERT_WEIGHT = re.compile(r"^(?P<linear>.*\.experts\.\d+\.[^.]+)\.(?P<leaf>weight|weight_packed)$")
+_SHARED_EXPERT_WEIGHT = re.compile(r"\.shared_experts?\.[^.]+\.weight$")
 _MAX_LISTED = 3
 
 
@@ -40,10 +43,11 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault of a checkpoint: what was found and how to put it right."""
+    """One fault of a checkpoint: what was found, how to put it right, and whether a tensor is just not there."""
 
     found: str
     fix: str
+    missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class CheckpointFacts:
     nvfp4_format: "modelopt", "compressed-tensors", or None if the routed experts are not NVFP4.
     num_experts: routed experts of a layer, None if the config does not name them.
     has_input_scales: every expert weight has an activation scale that is finite and above zero.
+    has_plain_shared_experts: there are shared experts, and they are not NVFP4 as the routed ones are.
     weight_problems: faults that make the weights unusable. input_problems: faults of the activation scales, which
     only W4A4 needs.
     """
@@ -61,6 +66,7 @@ class CheckpointFacts:
     nvfp4_format: str | None = None
     num_experts: int | None = None
     has_input_scales: bool = False
+    has_plain_shared_experts: bool = False
     weight_problems: tuple[Problem, ...] = ()
     input_problems: tuple[Problem, ...] = ()
 
@@ -72,7 +78,10 @@ class _Findings:
 
 
 def inspect_checkpoint(model_path: str | Path) -> CheckpointFacts | None:
-    """Read a local checkpoint's config and headers; None if `model_path` is not a local folder with a config.json."""
+    """Read a local checkpoint's config and headers; None if `model_path` is not a local folder with a config.json.
+
+    Raises: ConfigError for a file that is truncated or not what its name says.
+    """
     path = Path(model_path)
     config = _read_json(path / "config.json")
     if config is None:
@@ -103,6 +112,9 @@ def inspect_checkpoint(model_path: str | Path) -> CheckpointFacts | None:
         declared,
         num_experts,
         has_input_scales=not findings.inputs,
+        has_plain_shared_experts=any(
+            entry.dtype != "U8" for name, entry in tensors.items() if _SHARED_EXPERT_WEIGHT.search(name)
+        ),
         weight_problems=_shorten(findings.weight),
         input_problems=_shorten(findings.inputs),
     )
@@ -134,23 +146,34 @@ class _Tensor:
 
 def _tensors(path: Path) -> Iterator[tuple[str, _Tensor]]:
     for file in sorted(path.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                offset = 8 + length + entry["data_offsets"][0]
-                yield name, _Tensor(file, entry["dtype"], tuple(entry["shape"]), offset)
+        size = file.stat().st_size
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(min(length, size)))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                start, end = (8 + length + offset for offset in entry["data_offsets"])
+                if end > size:
+                    raise ValueError(f"{name} ends at byte {end} of {size}")
+                yield name, _Tensor(file, entry["dtype"], tuple(entry["shape"]), start)
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{file} is damaged ({error})", "a complete file", "download or export it again")
 
 
 def _check_linear(linear: str, tensors: dict[str, _Tensor], layout: _Layout, findings: _Findings) -> None:
     weight = tensors[f"{linear}.{layout.weight}"]
-    block = tensors.get(f"{linear}.{layout.block_scale}")
     name = f"{linear}.{layout.block_scale}"
+    block = tensors.get(name)
+    packed, scales = (t.shape[-1] if t and t.shape else 1 for t in (weight, block))
     if block is None:
         findings.weight.append(Problem(f"{name} is missing", "export the checkpoint again"))
-    elif block.dtype != "F8_E4M3" or block.shape[-1] * GROUP_SIZE != weight.shape[-1] * 2:
-        group = weight.shape[-1] * 2 // max(block.shape[-1], 1)
+    elif block.dtype != "F8_E4M3" or scales * GROUP_SIZE != packed * 2:
+        group = packed * 2 // max(scales, 1)
         kind = "MXFP4" if group == 32 else "not NVFP4"
         findings.weight.append(
             Problem(
@@ -168,7 +191,7 @@ def _check_linear(linear: str, tensors: dict[str, _Tensor], layout: _Layout, fin
 def _check_scalar(name: str, tensors: dict[str, _Tensor], problems: list[Problem], fix: str) -> None:
     tensor = tensors.get(name)
     if tensor is None:
-        problems.append(Problem(f"{name} is missing", fix))
+        problems.append(Problem(f"{name} is missing", fix, missing=True))
         return
     if tensor.dtype != "F32":
         problems.append(Problem(f"{name} is {tensor.dtype}, not F32", fix))
@@ -182,13 +205,20 @@ def _shorten(problems: list[Problem]) -> tuple[Problem, ...]:
     """The first few: a checkpoint that lacks one kind of tensor lacks thousands."""
     if len(problems) <= _MAX_LISTED:
         return tuple(problems)
-    rest = Problem(f"and {len(problems) - _MAX_LISTED} more like these", problems[0].fix)
+    rest = Problem(
+        f"and {len(problems) - _MAX_LISTED} more like these", problems[0].fix, all(p.missing for p in problems)
+    )
     return (*problems[:_MAX_LISTED], rest)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
     try:
         with file.open(encoding="utf-8") as stream:
-            return json.load(stream)
+            value = json.load(stream)
     except OSError:
         return None
+    except ValueError as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(value, dict):
+        raise _unreadable(file, TypeError("not an object"))
+    return value

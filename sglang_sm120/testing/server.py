@@ -34,7 +34,9 @@ class ServerDied(RuntimeError):
 class SglangServer:
     """`sglang serve MODEL args...` on a free local port.
 
-    The process group is killed on exit, on an exception, on Ctrl-C and (by the kernel) when this process dies.
+    It is ended on exit, on an exception and on Ctrl-C, with every process that it started. When this process dies
+    without a chance to do so the kernel ends the launcher, and SGLang's other processes end with it. Enter it from a
+    thread that lives as long as the server: to the kernel, the parent is that thread.
     """
 
     def __init__(
@@ -147,6 +149,9 @@ class SglangServer:
         try:
             response = httpx.request(method, self.url + path, timeout=300, **kwargs)
         except httpx.HTTPError as error:
+            if self._process is not None:  # a connection breaks a moment before the process is gone
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=2)
             if not self.alive():
                 raise ServerDied(f"the server ended while answering {path}", self.log()) from error
             raise
@@ -159,7 +164,7 @@ def _telling_lines(log: str) -> str:
     lines = log.splitlines()
     for position, line in enumerate(lines):
         if "sglang-sm120: " in line and any("  needed: " in later for later in lines[position : position + 40]):
-            end = next(i for i in range(position, len(lines)) if "  fix: " in lines[i])
+            end = next((i for i in range(position, len(lines)) if "  fix: " in lines[i]), len(lines) - 1)
             return "\n".join(lines[position : end + 1])
     return "\n".join(lines[-25:])
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang_sm120.testing.checkpoints import (
     ReferenceModel,
@@ -21,11 +22,20 @@ PROMPTS = [
     [7] * 33,
 ]
 
+ON_GPU = torch.cuda.is_available()
+
+ATOL = 0.1 if ON_GPU else 1e-3
+"""Bound on a log-probability's error, in nats. On the CPU everything is float32; SGLang's CUDA kernels take half
+precision only, and float16 has the finer step. A wrong scale or expert is off by more than 1."""
+
 # Small pools: the machine that runs the tests may have two cores and little memory.
 SERVER_ARGS = [
-    "--enable-sm120-opts", "--sm120-emulate", "--dtype", "float32", "--max-total-tokens", "4096",
-    "--max-running-requests", "16", "--mem-fraction-static", "0.3", "--skip-server-warmup",
+    "--enable-sm120-opts", "--sm120-emulate", "--max-total-tokens", "4096", "--max-running-requests", "16",
+    "--mem-fraction-static", "0.3", "--skip-server-warmup", "--dtype", "float16" if ON_GPU else "float32",
 ]  # fmt: skip
+if ON_GPU:  # kernels that any CUDA GPU has, with CUDA graphs for decoding
+    SERVER_ARGS += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+    SERVER_ARGS += ["--cuda-graph-max-bs-decode", "4", "--disable-prefill-cuda-graph"]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +47,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     def get(style: str, fmt: str) -> tuple[Path, Path]:
         plain = root / style
         if not plain.exists():
-            write_random_model(plain, style)
+            write_random_model(plain, style, gpu_attention=ON_GPU)
         nvfp4 = quantize_checkpoint(plain, root / f"{style}-{fmt}", fmt)
         return nvfp4, dequantize_checkpoint(nvfp4, root / f"{style}-{fmt}-plain")
 

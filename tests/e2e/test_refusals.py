@@ -1,4 +1,4 @@
-"""A real server that cannot do what was asked stops, names the reason and the fix, and loads no weights where it can know."""
+"""A real server that cannot do what was asked stops and names reason and fix, before it loads weights where it can."""
 
 from __future__ import annotations
 

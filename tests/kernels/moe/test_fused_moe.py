@@ -383,8 +383,13 @@ def test_gpu_matches_and_can_be_captured(numerics):
     on_device = [t.cuda() for t in (x, topk_weights, topk_ids)]
     run(on_device[0], weights, *on_device[1:], numerics=numerics)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(on_device[0], weights, *on_device[1:], numerics=numerics)
+    torch.set_float32_matmul_precision("high")  # TF32, as SGLang sets for some models: it must not reach the reference
+    try:
+        with torch.cuda.graph(graph):
+            got = run(on_device[0], weights, *on_device[1:], numerics=numerics)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
     graph.replay()
     assert_close(got.cpu(), want, 2e-6 if numerics == "w4a16" else 1e-2)
     on_device[0][5:] = NAN  # a smaller batch, with a poisoned tail

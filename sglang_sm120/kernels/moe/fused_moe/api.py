@@ -163,11 +163,11 @@ def fused_moe(
         UnsupportedError: what unsupported_reason says.
 
     Numerics:
-        Weights are decoded to fp32, GEMMs and the sum are fp32; on a GPU they follow torch's float32 matmul precision,
-        which has to be left at "highest" for a comparison. w4a16 rounds the activation's result to hidden_states' dtype
-        before the second GEMM (nothing for float32). w4a4 quantises it from fp32, without that rounding. Slots are
-        added in the order k = 0..K-1, then rounded once. A row's last bits may depend on T, through the GEMM library;
-        they do not depend on what other rows hold. NaN and infinity stay in the rows that are routed to them.
+        Weights are decoded to fp32, GEMMs and the sum are fp32, without TF32 whatever the process has set. w4a16
+        rounds the activation's result to hidden_states' dtype before the second GEMM (nothing for float32). w4a4
+        quantises it from fp32, without that rounding. Slots are added in the order k = 0..K-1, then rounded once. A
+        row's last bits may depend on T, through the GEMM library; they do not depend on what other rows hold. NaN and
+        infinity stay in the rows that are routed to them.
 
     Source: reference.py. Captured in a CUDA graph: yes. Memory: workspace_bytes. Cost: O(E * T).
     """

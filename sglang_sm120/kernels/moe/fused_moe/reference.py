@@ -15,7 +15,9 @@ What makes it safe to compare against:
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +69,19 @@ class MoeActivation:
         return alpha, 0.0 if self.alpha is None else 1.0
 
 
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """Multiply float32 matrices in float32: a server may have switched TF32 on (SGLang does for GLM-4)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @torch.no_grad()
+@full_float32()
 def fused_moe(
     hidden_states: Tensor,
     weights: Nvfp4MoeWeights,

@@ -1,0 +1,36 @@
+"""The server of a patched SGLang uses the doors that the patches add, and answers as with our hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_sm120.integration.hooks import HOOKS
+from sglang_sm120.testing.checkpoints import ReferenceModel
+from sglang_sm120.testing.server import SglangServer
+from tests.e2e.conftest import ATOL, PROMPTS, SERVER_ARGS, assert_same_tokens
+from tests.patched_sglang import patched_copy
+
+pytestmark = pytest.mark.e2e
+
+
+def test_our_runner_through_the_doors(checkpoints, tmp_path: Path) -> None:
+    nvfp4, plain = checkpoints("qwen3_moe", "modelopt")
+    tree = patched_copy(tmp_path / "patched")
+    args = [*SERVER_ARGS, "--sm120-moe-backend", "reference", "--sm120-moe-numerics", "w4a16"]
+    with SglangServer(nvfp4, args, env={"PYTHONPATH": str(tree)}) as server:
+        answers = server.generate(PROMPTS, max_new_tokens=16, return_logprob=True)
+        assert_same_tokens(answers, ReferenceModel(plain), PROMPTS, atol=ATOL)
+        assert {name: value for name, value in server.info().items() if "sm120" in name} == {
+            "enable_sm120_opts": True,
+            "sm120_moe_backend": "reference",
+            "sm120_moe_numerics": "w4a16",
+            "sm120_emulate": True,
+        }
+        log = server.our_lines()
+        assert "sglang-sm120: MoE runner reference serves 2 of 2 layers of the model in w4a16" in log
+        doors = {hook.door for hook in HOOKS if hook.door}
+        assert len(doors) == 3
+        for door in doors:
+            assert any(line.startswith(f"sglang-sm120: {door} is there; ") for line in log), log
