@@ -26,5 +26,5 @@ def register(door: str, register_function: Callable) -> None:
         from sglang_sm120.integration import moe
 
         register_function(moe.serve_layer)
-    else:
+    elif door != hook("routed_scaling").door:  # that patch corrects SGLang itself: there is nothing to hand over
         raise KeyError(door)

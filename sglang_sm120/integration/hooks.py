@@ -64,6 +64,9 @@ _LIFECYCLE_DOOR = "sglang.srt.plugins.lifecycle:register_lifecycle_callbacks"
 _MOE_PATCH = "0003-moe-let-a-plugin-serve-a-fused-moe-layer.patch"
 _MOE_DOOR = "sglang.srt.layers.moe.moe_runner.layer_override:register_moe_layer_override"
 
+_SCALING_PATCH = "0005-moe-apply-routed-scaling-for-compressed-tensors-nvfp4.patch"
+_SCALING_DOOR = "sglang.srt.layers.moe.moe_runner.flashinfer_cutlass:routed_scaling_left_to_runner"
+
 _EMULATION_ONLY = "Emulates hardware that is not there, for tests and demonstrations; upstream has no use for it."
 
 EXTENSIONS: tuple[Extension, ...] = (
@@ -167,6 +170,20 @@ HOOKS: tuple[Hook, ...] = (
         sources={"0.5.23": "3c6c207981d7dde3"},
         patch=_MOE_PATCH,
         door=_MOE_DOOR,
+    ),
+    Hook(
+        name="routed_scaling",
+        target="sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe"
+        ".CompressedTensorsW4A4Nvfp4MoE.apply_weights",
+        kind="around",
+        entry="sglang_sm120.integration.routed_scaling:apply_weights",
+        stage=Stage.SCHEDULER,
+        reason="The stock path drops routed_scaling_factor for compressed-tensors NVFP4 on CUDA (DeepSeek-V3, GLM-4): "
+        "plausible but wrong answers.",
+        parameters=("self", "layer", "dispatch_output"),
+        sources={"0.5.23": "8fc100b80ab07f6d"},
+        patch=_SCALING_PATCH,
+        door=_SCALING_DOOR,
     ),
     Hook(
         name="emulate_modelopt_platform",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sglang_sm120.errors import ConfigError, UnsupportedError
+from sglang_sm120.integration.routed_scaling import scale_output
 from sglang_sm120.kernels.moe.fused_moe.api import (
     MoeActivation,
     Numerics,
@@ -61,14 +62,7 @@ class MoeLayer:
             expert_offset=layer.moe_ep_rank * layer.num_local_experts if ids_are_global else 0,
             num_global_experts=layer.num_experts if ids_are_global else None,
         )
-        if self._scales_output(output):
-            output = output * config.routed_scaling_factor
-        return StandardCombineInput(hidden_states=output)
-
-    def _scales_output(self, output: torch.Tensor) -> bool:
-        """On CUDA the runner applies routed_scaling_factor unless the router weights carry it; elsewhere models do."""
-        factor = self.layer.moe_runner_config.routed_scaling_factor
-        return output.is_cuda and factor is not None and not self.layer.should_fuse_routed_scaling_factor_in_topk
+        return StandardCombineInput(hidden_states=scale_output(layer, output))
 
 
 def run_moe_core(original: Callable, layer: Any, dispatch_output: Any) -> Any:

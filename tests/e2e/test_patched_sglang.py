@@ -31,6 +31,6 @@ def test_our_runner_through_the_doors(checkpoints, tmp_path: Path) -> None:
         log = server.our_lines()
         assert "sglang-sm120: MoE runner reference serves 2 of 2 layers of the model in w4a16" in log
         doors = {hook.door for hook in HOOKS if hook.door}
-        assert len(doors) == 3
+        assert len(doors) == 4
         for door in doors:
             assert any(line.startswith(f"sglang-sm120: {door} is there; ") for line in log), log

@@ -15,6 +15,7 @@ from sglang_sm120.integration.hooks import HOOKS, Hook, Stage
 from sglang_sm120.testing.checkpoints import damage
 from sglang_sm120.testing.server import ServerDied, SglangServer
 from tests.e2e.conftest import SERVER_ARGS
+from tests.integration.conftest import target_file
 
 pytestmark = pytest.mark.e2e
 
@@ -122,13 +123,10 @@ def test_a_hook_whose_target_changed(hook: Hook, nvfp4: Path, sglang_copy) -> No
     assert installed is not None
     source, node = find_target(installed, hook.target)
     segment = source.splitlines(keepends=True)
-    file = next(
-        path for path in ("srt/server_args.py", "srt/runtime_context.py", "srt/model_executor/model_runner.py",
-                          "srt/layers/moe/fused_moe_triton/layer.py") if (installed / path).read_text() == source
-    )  # fmt: skip
+    file = target_file(installed, hook).relative_to(installed)
     indent = " " * (node.col_offset + 4)
     edited = "".join(segment[: node.end_lineno]) + f"{indent}pass\n" + "".join(segment[node.end_lineno :])
-    log = refused(nvfp4, SERVER_ARGS, sglang_copy(file, lambda _: edited))
+    log = refused(nvfp4, SERVER_ARGS, sglang_copy(str(file), lambda _: edited))
     assert f"- {hook.name}: the source of {hook.target} is not one that was tested" in log
 
 
