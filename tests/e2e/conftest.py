@@ -55,7 +55,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
 
 
 def assert_same_tokens(
-    answers: list[dict], reference: ReferenceModel, prompts: list[list[int]], *, atol: float
+    answers: list[dict], reference: ReferenceModel, prompts: list[list[int]], *, atol: float = ATOL
 ) -> None:
     """Every generated token is the reference's greedy one, and its log-probability agrees.
 

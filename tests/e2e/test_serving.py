@@ -162,11 +162,11 @@ def _abort_in_flight(server: SglangServer) -> None:
     answer: dict = {}
 
     def ask() -> None:
-        answer.update(server.generate(PROMPTS[2], max_new_tokens=3000, rid=request_id))
+        answer.update(server.generate(PROMPTS[2], max_new_tokens=450, rid=request_id))
 
     client = threading.Thread(target=ask)
     client.start()
-    time.sleep(2.0)
+    time.sleep(1.0)
     httpx.post(server.url + "/abort_request", json={"rid": request_id}, timeout=30).raise_for_status()
     client.join(timeout=60)
     assert not client.is_alive()
