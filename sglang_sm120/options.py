@@ -84,6 +84,13 @@ class Sm120Options:
     sm120_moe_numerics: str = "auto"
     sm120_emulate: bool = False
 
+    @property
+    def moe_runner(self) -> str:
+        """What `sm120_moe_backend` stands for: on auto the stock kernels, or the reference under emulation."""
+        if self.sm120_moe_backend != "auto":
+            return self.sm120_moe_backend
+        return "reference" if self.sm120_emulate else "flashinfer_cutlass"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.as_dict(),)
 

@@ -31,6 +31,12 @@ def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None
     assert not resolve({"enable_sm120_opts": False}, {"SGLANG_SM120_ENABLE": "1"}).enable_sm120_opts
 
 
+def test_auto_is_the_stock_path_and_the_reference_under_emulation() -> None:
+    assert _parse("--enable-sm120-opts").moe_runner == "flashinfer_cutlass"
+    assert _parse("--enable-sm120-opts", "--sm120-emulate").moe_runner == "reference"
+    assert _parse("--enable-sm120-opts", "--sm120-moe-backend", "reference").moe_runner == "reference"
+
+
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON"])
 def test_true_words(text: str) -> None:
     assert resolve({}, {"SGLANG_SM120_ENABLE": text}).enable_sm120_opts

@@ -96,7 +96,7 @@ def take_layers(model: torch.nn.Module, options: Sm120Options, *, is_draft: bool
 
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedMoE)]
     nvfp4 = [(name, layer, layer_format) for name, layer in layers if (layer_format := _format_of(layer)) is not None]
-    runner = _runner(options)
+    runner = options.moe_runner
     taken: list[MoeLayer] = []
     declined: list[str] = []
     for name, layer, layer_format in nvfp4:
@@ -134,13 +134,6 @@ def take_layers(model: torch.nn.Module, options: Sm120Options, *, is_draft: bool
 def _shorten(reasons: list[str]) -> str:
     more = len(reasons) - _MAX_LISTED
     return "; ".join(reasons[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _runner(options: Sm120Options) -> str:
-    """auto: the stock kernels where they run, the reference where the GPU is emulated."""
-    if options.sm120_moe_backend != "auto":
-        return options.sm120_moe_backend
-    return "reference" if options.sm120_emulate else "flashinfer_cutlass"
 
 
 def _build(name: str, layer: Any, layer_format: str, weights: Nvfp4MoeWeights, options: Sm120Options) -> MoeLayer | str:

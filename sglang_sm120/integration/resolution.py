@@ -37,9 +37,7 @@ def resolve_moe(server_args: Any, previous: Callable[[Any], None]) -> None:
             setattr(server_args, ATTRIBUTE, options)
             _prepare(server_args, options)
     except Sm120Error as error:
-        if asked_for(
-            sys.argv, {}
-        ):  # a command line gets the message alone, a program that called `Engine(...)` the exception
+        if asked_for(sys.argv, {}):  # a command line gets the message alone, a program the exception
             sys.exit(str(error))
         raise
     previous(server_args)
@@ -54,13 +52,11 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
     facts = inspect_checkpoint(view.model_path)
     if facts is not None:
         _require_checkpoint(facts, view, options)
-        if facts.nvfp4_format and not facts.has_input_scales and options.sm120_moe_numerics == "auto":
-            # Only the files tell: SGLang fills a missing scale with 1.0.
-            options = dataclasses.replace(options, sm120_moe_numerics="w4a16")
-            setattr(server_args, ATTRIBUTE, options)
-    if facts is not None and facts.nvfp4_format and facts.has_plain_shared_experts:
-        _keep_shared_experts_apart(server_args, view)
+        if facts.nvfp4_format:
+            options = _resolve_from_checkpoint(server_args, view, facts, options)
     _resolve_backend(server_args, view, facts, options)
+    if options.moe_runner == "reference":
+        _require_covered(view)
     if options.sm120_emulate:
         _resolve_emulation(server_args, view)
 
@@ -110,10 +106,10 @@ def _require_checkpoint(facts: CheckpointFacts, view: Any, options: Sm120Options
 
 def _needs_input_scales(facts: CheckpointFacts, options: Sm120Options) -> bool:
     """Whether this server would quantise activations under the checkpoint's scales."""
-    if options.sm120_moe_backend == "flashinfer_cutlass" or options.sm120_moe_numerics == "w4a4":
+    if options.moe_runner == "reference":
+        return options.sm120_moe_numerics == "w4a4"
+    if options.sm120_moe_backend == "flashinfer_cutlass":
         return True
-    if options.sm120_moe_backend == "reference" or options.sm120_emulate:
-        return False
     # The stock path: SGLang fills a missing scale with 1.0, which it accepts for weight-only checkpoints; one that is
     # zero or NaN gives garbage.
     missing = all(problem.missing for problem in facts.input_problems)
@@ -144,8 +140,10 @@ def _resolve_backend(server_args: Any, view: Any, facts: CheckpointFacts | None,
                 "drop --moe-runner-backend, or drop --sm120-moe-backend",
             )
         logger.warning("sglang-sm120: MoE layers are left to --moe-runner-backend %s, as asked", requested)
-    if options.sm120_moe_backend == "auto" and not options.sm120_emulate:
-        return
+
+
+def _require_covered(view: Any) -> None:
+    """What of a server our MoE runners do not cover."""
     if view.moe_a2a_backend != "none":
         raise UnsupportedError(
             f"--moe-a2a-backend {view.moe_a2a_backend}",
@@ -170,6 +168,19 @@ def _resolve_backend(server_args: Any, view: Any, facts: CheckpointFacts | None,
             "a server without LoRA for our MoE runners",
             "drop the LoRA flags, or use --sm120-moe-backend flashinfer_cutlass",
         )
+
+
+def _resolve_from_checkpoint(
+    server_args: Any, view: Any, facts: CheckpointFacts, options: Sm120Options
+) -> Sm120Options:
+    """Settings that only the files tell; the options as they are after that."""
+    if facts.has_plain_shared_experts:
+        _keep_shared_experts_apart(server_args, view)
+    if options.moe_runner == "reference" and options.sm120_moe_numerics == "auto" and not facts.has_input_scales:
+        # SGLang fills a missing scale with 1.0, so the loaded layer would not show it.
+        options = dataclasses.replace(options, sm120_moe_numerics="w4a16")
+        setattr(server_args, ATTRIBUTE, options)
+    return options
 
 
 def _keep_shared_experts_apart(server_args: Any, view: Any) -> None:
