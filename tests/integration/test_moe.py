@@ -1,0 +1,218 @@
+"""Which MoE layers are taken, which are refused and why, and that a taken layer computes from SGLang's own tensors."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_sm120.errors import ConfigError, UnsupportedError
+from sglang_sm120.integration.moe import run_moe_core, take_layers
+from sglang_sm120.kernels.quantization.nvfp4.api import (
+    amax_global_scale,
+    dequantize_nvfp4,
+    quantize_nvfp4,
+    swizzle_blockscale,
+)
+from sglang_sm120.options import Sm120Options
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS = 4, 64, 128, 5
+REFERENCE = Sm120Options(enable_sm120_opts=True, sm120_moe_backend="reference", sm120_moe_numerics="w4a16")
+AUTO = Sm120Options(enable_sm120_opts=True)
+
+
+@pytest.fixture(scope="module")
+def sglang_types():
+    """SGLang's classes, imported once: that takes a while."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
+
+    return SimpleNamespace(
+        FusedMoE=FusedMoE,
+        Dispatch=StandardDispatchOutput,
+        TopK=StandardTopKOutput,
+        Backend=MoeRunnerBackend,
+        Method=ModelOptNvFp4FusedMoEMethod,
+    )
+
+
+def plain_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 [E, 2I, H] with rows [up; gate], and [E, H, I]."""
+    generator = torch.Generator().manual_seed(0)
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator) * 0.1
+    return w13, torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) * 0.1
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = torch.stack([amax_global_scale(expert) for expert in weight])
+    packed, block = quantize_nvfp4(weight, scales[:, None])
+    return packed, block, scales
+
+
+def make_layer(types, *, experts: slice = slice(None), ep_size: int = 1, ep_rank: int = 0):
+    """A FusedMoE as SGLang leaves it after loading ModelOpt NVFP4 for flashinfer_cutlass."""
+    layer = types.FusedMoE.__new__(types.FusedMoE)
+    torch.nn.Module.__init__(layer)
+    w13, w2 = plain_weights()
+    for name, weight in (("w13", w13[experts]), ("w2", w2[experts])):
+        packed, block, scales = quantised(weight)
+        setattr(layer, f"{name}_weight", packed)
+        setattr(layer, f"{name}_blockscale_swizzled", swizzle_blockscale(block))
+        setattr(layer, f"{name}_weight_scale_2", scales[:, None].repeat(1, 2) if name == "w13" else scales)
+        setattr(layer, f"{name}_input_scale_quant", torch.tensor(1 / 0.01))
+    layer.quant_method = types.Method.__new__(types.Method)
+    layer.runner_backend = types.Backend.FLASHINFER_CUTLASS
+    layer.dispatcher = SimpleNamespace(skip_local_expert_mapping=True)
+    layer.layer_id, layer.params_dtype = 3, torch.float32
+    layer.num_experts, layer.num_local_experts = EXPERTS, len(range(EXPERTS)[experts])
+    layer.moe_ep_size, layer.moe_ep_rank, layer.num_fused_shared_experts = ep_size, ep_rank, 0
+    layer.should_fuse_routed_scaling_factor_in_topk = True
+    layer.moe_runner_config = SimpleNamespace(
+        activation="silu", is_gated=True, gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None, swiglu_limit=None,
+        apply_router_weight_on_input=False, no_combine=False, routed_scaling_factor=None,
+    )  # fmt: skip
+    return layer
+
+
+def model_of(*layers) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for number, layer in enumerate(layers):
+        model.add_module(f"layer{number}", layer)
+    return model
+
+
+def dispatch(types, *, scale=None):
+    generator = torch.Generator().manual_seed(1)
+    hidden_states = torch.randn(TOKENS, HIDDEN, generator=generator)
+    ids = torch.tensor([[0, 3], [1, 1], [2, -1], [-1, -1], [3, 2]])
+    weights = torch.rand(TOKENS, 2, generator=generator)
+    return types.Dispatch(hidden_states, scale, types.TopK(weights, ids, None))
+
+
+def expected(tokens) -> torch.Tensor:
+    """Float64, from the dequantised weights, token by token."""
+    w13, w2 = (
+        dequantize_nvfp4(packed, block, scales[:, None], dtype=torch.float64)
+        for packed, block, scales in map(quantised, plain_weights())
+    )
+    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for slot in range(2):
+            expert = int(tokens.topk_output.topk_ids[token, slot])
+            if expert >= 0:
+                up, gate = (w13[expert] @ tokens.hidden_states[token].double()).chunk(2)
+                down = w2[expert] @ (torch.nn.functional.silu(gate) * up)
+                out[token] += tokens.topk_output.topk_weights[token, slot].double() * down
+    return out
+
+
+def stock(layer, dispatch_output):
+    raise AssertionError("the stock path was called")
+
+
+def test_a_taken_layer_serves_from_the_prepared_tensors(sglang_types) -> None:
+    layer = make_layer(sglang_types)
+    take_layers(model_of(layer), REFERENCE)
+    tokens = dispatch(sglang_types)
+    got = run_moe_core(stock, layer, tokens).hidden_states
+    torch.testing.assert_close(got.double(), expected(tokens), rtol=0, atol=1e-5)
+    layer.w2_weight_scale_2 = layer.w2_weight_scale_2 * 2  # a weight update rebinds: the next call follows
+    again = run_moe_core(stock, layer, tokens).hidden_states
+    torch.testing.assert_close(again, got * 2)
+
+
+def test_two_expert_parallel_ranks_add_up(sglang_types) -> None:
+    """Ids stay global on this path; each rank serves its own experts and skips -1 and the other's."""
+    tokens = dispatch(sglang_types)
+    parts = []
+    for rank, experts in enumerate((slice(0, 2), slice(2, 4))):
+        layer = make_layer(sglang_types, experts=experts, ep_size=2, ep_rank=rank)
+        take_layers(model_of(layer), REFERENCE)
+        parts.append(run_moe_core(stock, layer, tokens).hidden_states)
+    torch.testing.assert_close(sum(parts).double(), expected(tokens), rtol=0, atol=1e-5)
+
+
+def test_auto_leaves_layers_to_the_stock_path(sglang_types, caplog: pytest.LogCaptureFixture) -> None:
+    layer = make_layer(sglang_types)
+    with caplog.at_level(logging.INFO):
+        take_layers(model_of(layer), AUTO)
+    assert run_moe_core(lambda layer, tokens: "stock", layer, dispatch(sglang_types)) == "stock"
+    assert "MoE runner flashinfer_cutlass serves 1 of 1 layers of the model, scales checked" in caplog.text
+
+
+@pytest.mark.parametrize("options", [REFERENCE, AUTO])
+@pytest.mark.parametrize("name", ["w13_weight_scale_2", "w2_weight_scale_2"])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_damaged_global_scale_of_one_expert(options, name: str, value: float, sglang_types) -> None:
+    layer = make_layer(sglang_types)
+    getattr(layer, name)[2] = value
+    with pytest.raises(ConfigError, match=f"layer0: the global scale of {name.split('_')[0]}_weight is"):
+        take_layers(model_of(layer), options)
+
+
+def test_a_damaged_activation_scale(sglang_types) -> None:
+    layer = make_layer(sglang_types)
+    layer.w2_input_scale_quant = torch.tensor(float("inf"))  # the reciprocal of a zero
+    take_layers(model_of(layer), REFERENCE)  # w4a16 does not look at it
+    with pytest.raises(ConfigError, match="activation scale of w2 is 0"):
+        take_layers(model_of(layer), AUTO)
+    with pytest.raises(ConfigError, match="activation scale of w2 is 0"):
+        take_layers(model_of(layer), Sm120Options(True, "reference", "w4a4"))
+
+
+def _trtllm(layer, types) -> None:
+    layer.runner_backend = types.Backend.FLASHINFER_TRTLLM
+
+
+def _lora(layer, types) -> None:
+    layer.run_moe_core = lambda dispatch_output: None
+
+
+def _situ(layer, types) -> None:
+    layer.moe_runner_config.activation = "situ"
+
+
+def _other_dispatcher(layer, types) -> None:
+    layer.dispatcher = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_trtllm, "prepared for"),
+        (_lora, "run_moe_core is replaced"),
+        (_situ, "situ"),
+        (_other_dispatcher, "not the standard one"),
+    ],
+)
+def test_a_layer_that_is_not_covered(change, reason: str, sglang_types, caplog: pytest.LogCaptureFixture) -> None:
+    """Asked for by name: refused with the reason. On auto: left to SGLang, with one line."""
+    good, bad = make_layer(sglang_types), make_layer(sglang_types)
+    change(bad, sglang_types)
+    with pytest.raises(UnsupportedError, match="serves 1 of 2 NVFP4 MoE layers") as caught:
+        take_layers(model_of(good, bad), REFERENCE)
+    assert reason in str(caught.value)
+    with caplog.at_level(logging.INFO):
+        take_layers(model_of(good, bad), Sm120Options(True, sm120_emulate=True))
+    assert "serves 1 of 2 layers of the model in w4a4; left to SGLang: layer1: " in caplog.text
+    assert reason in caplog.text
+
+
+def test_no_layer_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UnsupportedError, match="serves 0 of 0"):
+        take_layers(torch.nn.Linear(2, 2), REFERENCE)
+    take_layers(torch.nn.Linear(2, 2), REFERENCE, is_draft=True)
+    take_layers(torch.nn.Linear(2, 2), AUTO)
+    assert "the model has no NVFP4 MoE layers (of 0): nothing to do" in caplog.text
+
+
+def test_a_call_that_is_not_covered_is_refused(sglang_types) -> None:
+    layer = make_layer(sglang_types)
+    take_layers(model_of(layer), REFERENCE)
+    with pytest.raises(UnsupportedError, match="MoE layer 3: hidden states quantised before dispatch"):
+        run_moe_core(stock, layer, dispatch(sglang_types, scale=torch.ones(1)))
