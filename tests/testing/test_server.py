@@ -64,8 +64,9 @@ http.server.ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
 """
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from sglang_sm120.testing import server as module
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background inherits it as ignored
 module._TERM_GRACE_S = 0.2
 with module.SglangServer("model", ["--children", "2", *sys.argv[2:]], launcher=[sys.argv[1]]) as server:
     print(*(process.pid for process in server.processes()), flush=True)
@@ -226,7 +227,10 @@ def test_a_parent_that_is_signalled_leaves_nothing(number: signal.Signals, args:
         assert parent.stdout is not None
         family = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         parent.send_signal(number)
-        assert parent.wait(timeout=30) != 0
+        try:
+            assert parent.wait(timeout=30) != 0
+        finally:
+            parent.kill()
     remaining = left(family)
     for process in remaining:
         process.kill()
