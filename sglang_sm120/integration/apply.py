@@ -59,7 +59,7 @@ def install(stage: Stage) -> None:
             _use_door(row, register)
             continue
         entry = _resolve(row.entry)
-        if any(hook is entry for _, hook, _ in HookRegistry._hooks.get(row.target, ())):
+        if any(registered is entry for _, registered, _ in HookRegistry._hooks.get(row.target, ())):
             continue
         HookRegistry.register(row.target, entry, HookType(row.kind))
     HookRegistry.apply_hooks()

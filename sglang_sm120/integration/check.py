@@ -66,14 +66,20 @@ def source_digest(source: str, node: ast.AST) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def find_target(sglang_root: Path, target: str, parsed: dict[Path, tuple[str, ast.Module]] | None = None):
-    """The source text and the function node of a dotted target path, or a string that says what is missing."""
+def target_file(sglang_root: Path, target: str) -> tuple[Path | None, list[str]]:
+    """The file of a dotted target path's module (None if the tree has none), and the names that lead on from there."""
     parts = target.split(".")
     for split in range(len(parts) - 1, 0, -1):
         file = sglang_root.parent.joinpath(*parts[:split]).with_suffix(".py")
         if file.is_file():
-            break
-    else:
+            return file, parts[split:]
+    return None, parts
+
+
+def find_target(sglang_root: Path, target: str, parsed: dict[Path, tuple[str, ast.Module]] | None = None):
+    """The source text and the function node of a dotted target path, or a string that says what is missing."""
+    file, names = target_file(sglang_root, target)
+    if file is None:
         return f"no module of {target} in {sglang_root}"
     parsed = {} if parsed is None else parsed
     if file not in parsed:
@@ -81,7 +87,7 @@ def find_target(sglang_root: Path, target: str, parsed: dict[Path, tuple[str, as
         parsed[file] = (text, ast.parse(text))
     source, node = parsed[file]
     scope: ast.AST = node
-    for name in parts[split:]:
+    for name in names:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         found = [child for child in ast.iter_child_nodes(scope) if isinstance(child, kinds) and child.name == name]
         if not found:

@@ -17,12 +17,12 @@ def on_process_ready(server_args: Any, role: str) -> None:
     options = options_of(server_args)
     if not options.enable_sm120_opts:
         return
-    apply.require_version()
     apply.verify({Stage.PROCESS})
     if role == "scheduler":
-        for stage in scheduler_stages(options):
+        stages = scheduler_stages(options)
+        for stage in stages:
             apply.install(stage)
-        apply.verify(scheduler_stages(options))
+        apply.verify(stages)
 
 
 def on_model_ready(model_runner: Any) -> None:

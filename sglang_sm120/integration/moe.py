@@ -156,9 +156,9 @@ def _build(name: str, layer: Any, layer_format: str, weights: Nvfp4MoeWeights, o
 
 def _numerics(name: str, weights: Nvfp4MoeWeights, options: Sm120Options) -> Numerics:
     """What to do with activations: as asked, else W4A4 where the layer has the scales for it."""
-    fault = _input_scale_fault(weights)
     if options.sm120_moe_numerics == "w4a16":
         return "w4a16"
+    fault = _input_scale_fault(weights)
     if fault is None:
         return "w4a4"
     if options.sm120_moe_numerics == "auto":

@@ -5,6 +5,7 @@ Standard library only, so that a damaged checkpoint is refused before anything h
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
@@ -105,8 +106,11 @@ def inspect_checkpoint(model_path: str | Path) -> CheckpointFacts | None:
     if not linears:
         return CheckpointFacts(path, None, num_experts)
     findings = _Findings()
-    for linear in linears:
-        _check_linear(linear, tensors, layout, findings)
+    try:
+        for linear in linears:
+            _check_linear(linear, tensors, layout, findings)
+    finally:
+        _mapped.cache_clear()
     return CheckpointFacts(
         path,
         declared,
@@ -140,8 +144,14 @@ class _Tensor:
     def scalars(self) -> tuple[float, ...]:
         """The values of a small float32 tensor."""
         count = math.prod(self.shape)
-        with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return struct.unpack_from(f"<{count}f", data, self.offset)
+        return struct.unpack_from(f"<{count}f", _mapped(self.file), self.offset)
+
+
+@functools.lru_cache(maxsize=2)
+def _mapped(file: Path) -> mmap.mmap:
+    """A file's bytes. Kept, since a big model has some hundred thousand scalars in few files."""
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, _Tensor]]:

@@ -11,12 +11,11 @@ import pytest
 
 from sglang_sm120.device import current_device
 from sglang_sm120.doctor.checks import sglang_tree
-from sglang_sm120.integration.check import find_target
+from sglang_sm120.integration.check import find_target, target_file
 from sglang_sm120.integration.hooks import HOOKS, Hook, Stage
 from sglang_sm120.testing.checkpoints import damage
 from sglang_sm120.testing.server import ServerDied, SglangServer
 from tests.e2e.conftest import ON_GPU, SERVER_ARGS
-from tests.integration.conftest import target_file
 
 pytestmark = pytest.mark.e2e
 
@@ -125,10 +124,11 @@ def test_a_hook_whose_target_changed(hook: Hook, nvfp4: Path, sglang_copy) -> No
     assert installed is not None
     source, node = find_target(installed, hook.target)
     segment = source.splitlines(keepends=True)
-    file = target_file(installed, hook).relative_to(installed)
+    file, _ = target_file(installed, hook.target)
+    assert file is not None
     indent = " " * (node.col_offset + 4)
     edited = "".join(segment[: node.end_lineno]) + f"{indent}pass\n" + "".join(segment[node.end_lineno :])
-    log = refused(nvfp4, SERVER_ARGS, sglang_copy(str(file), lambda _: edited))
+    log = refused(nvfp4, SERVER_ARGS, sglang_copy(str(file.relative_to(installed)), lambda _: edited))
     assert f"- {hook.name}: the source of {hook.target} is not one that was tested" in log
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_sm120.doctor.checks import sglang_tree
-from sglang_sm120.integration.check import find_target
+from sglang_sm120.integration.check import find_target, target_file
 from sglang_sm120.integration.hooks import Hook
 
 
@@ -20,22 +20,13 @@ def installed() -> Path:
     return tree
 
 
-def target_file(tree: Path, hook: Hook) -> Path:
-    """The file that defines a hook's target."""
-    parts = hook.target.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        file = tree.parent.joinpath(*parts[:split]).with_suffix(".py")
-        if file.is_file():
-            return file
-    raise AssertionError(hook.target)
-
-
 @pytest.fixture
 def changed_tree(installed: Path, tmp_path: Path) -> Callable[[Hook, Callable[[str], str]], Path]:
     """(hook, edit) -> a tree with the one file of the hook's target, its definition passed through `edit`."""
 
     def make(hook: Hook, edit: Callable[[str], str]) -> Path:
-        file = target_file(installed, hook)
+        file, _ = target_file(installed, hook.target)
+        assert file is not None, hook.target
         found = find_target(installed, hook.target)
         assert not isinstance(found, str), found
         source, node = found

@@ -39,15 +39,6 @@ class PeakBytes(TorchDispatchMode):
             self._live[key] = (size, users - 1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These tensors are small: threads that wait for each other cost several times what they save on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def peak_bytes() -> PeakBytes:
     return PeakBytes()

@@ -25,15 +25,6 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads only wait for each other on models this small, ten times longer when the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Made:
     """Every checkpoint of this file, each made once."""
 

@@ -23,15 +23,6 @@ from sglang_sm120.testing.perplexity import (
 TEXT = "def f(x):\n    return x  # <s> é\n" * 9
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads only wait for each other on models this small, ten times longer when the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Recorder:
     """A model whose next-token distribution depends on the current token alone."""
 
