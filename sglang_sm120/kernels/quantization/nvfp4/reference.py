@@ -16,23 +16,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 16  # elements along K that share one block scale
+from sglang_sm120.kernels.quantization.nvfp4.config import GROUP_SIZE, SWIZZLE_COLS, SWIZZLE_ROWS, round_up
+
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-SWIZZLE_ROWS = 128
-SWIZZLE_COLS = 4
 
 # Magnitude codes of e2m1 are 0..7 for 0, .5, 1, 1.5, 2, 3, 4, 6. Between neighbours lies one boundary; a value that is
 # exactly on it goes to the even code, so the boundary belongs to the upper side (True) when the upper code is even.
 _E2M1_BOUNDARIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
-    return (value + multiple - 1) // multiple * multiple
-
-
-def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_nvfp4(x: Tensor, global_scale: Tensor, *, swizzled: bool = False) -> tuple[Tensor, Tensor]:
     """See `api.quantize_nvfp4`.
 
     The CUTLASS-derived quantiser in FlashInfer is given 1 / s2; where this divides, it multiplies by that and by
@@ -46,7 +40,8 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     scaled = blocks / torch.where(usable, divisor, torch.ones_like(divisor)).unsqueeze(-1)
     codes = _encode_e2m1(scaled)
     codes = torch.where(usable.unsqueeze(-1), codes, torch.zeros_like(codes)).flatten(-2)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), block_scale
+    packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return packed, swizzle_blockscale(block_scale) if swizzled else block_scale
 
 
 def dequantize_nvfp4(
