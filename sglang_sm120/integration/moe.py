@@ -61,6 +61,7 @@ class MoeLayer:
             apply_router_weight_on_input=config.apply_router_weight_on_input,
             expert_offset=layer.moe_ep_rank * layer.num_local_experts if ids_are_global else 0,
             num_global_experts=layer.num_experts if ids_are_global else None,
+            backend="reference",
         )
         return StandardCombineInput(hidden_states=scale_output(layer, output))
 

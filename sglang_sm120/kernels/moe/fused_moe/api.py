@@ -7,70 +7,36 @@ UnsupportedError when asked for by name); tensors that contradict each other rai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sglang_sm120.errors import ContractError, UnsupportedError
-from sglang_sm120.kernels.moe.fused_moe import reference
-from sglang_sm120.kernels.moe.fused_moe.reference import MoeActivation
+from sglang_sm120.kernels.moe.fused_moe import config, kernel
+from sglang_sm120.kernels.moe.fused_moe.kernel import backend_reason
+from sglang_sm120.kernels.moe.layer import W13_ORDERS, MoeActivation, Numerics, Nvfp4MoeWeights
+from sglang_sm120.kernels.moe.w4a16 import LayerShape
 from sglang_sm120.kernels.quantization.nvfp4.api import GROUP_SIZE, round_up
 
-__all__ = ["MoeActivation", "Numerics", "Nvfp4MoeWeights", "fused_moe", "unsupported_reason", "workspace_bytes"]
+__all__ = [
+    "Backend",
+    "MoeActivation",
+    "Numerics",
+    "Nvfp4MoeWeights",
+    "Order",
+    "backend_reason",
+    "fused_moe",
+    "unsupported_reason",
+    "workspace_bytes",
+]
 
-Numerics = Literal["w4a16", "w4a4"]
+Backend = Literal["auto", "reference", "decode", "middle", "prefill"]
+Order = Literal["column_major", "row_major"]
 
-W13_ORDERS = ("up_gate", "gate_up")
 _GATED_ACTIVATIONS = ("silu", "gelu")
 _UNGATED_ACTIVATIONS = ("silu", "gelu", "relu2", "identity")
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True, eq=False)
-class Nvfp4MoeWeights:
-    """One rank's experts: value = e2m1 * e4m3 * s2, exactly the tensors SGLang prepares for flashinfer_cutlass.
-
-    E experts on this rank, H hidden, I intermediate size on this rank as stored (SGLang pads it for ungated layers).
-
-    w13_weight: uint8 [E, 2I, H/2] gated, [E, I, H/2] ungated; e2m1 packed along H, even h in the low nibble.
-    w13_blockscale: float8_e4m3fn [E, pad128(rows), pad4(H/16)], 128x4 swizzled; the padding may hold anything.
-    w13_global_scale: float32 [E, 2], column 0 gate and column 1 up WHATEVER w13_order is; or [E, 1] or [E], shared or
-        ungated; the value multiplier s2, not its reciprocal, and without the activation scale.
-    w2_weight: uint8 [E, H, I/2]; e2m1 packed along I.
-    w2_blockscale: float8_e4m3fn [E, pad128(H), pad4(I/16)], 128x4 swizzled.
-    w2_global_scale: float32 [E]; s2.
-    w13_input_scale: float32 scalar or [E], s2 of the hidden states for w4a4; None in a weight-only checkpoint.
-    w2_input_scale: float32 scalar or [E], s2 of the activation's result for w4a4; likewise.
-    w13_order: the order of the two halves of w13's rows: "up_gate" (CUTLASS) or "gate_up". Never guessed.
-    is_gated: whether w13 holds a gate and an up half.
-    """
-
-    w13_weight: Tensor
-    w13_blockscale: Tensor
-    w13_global_scale: Tensor
-    w2_weight: Tensor
-    w2_blockscale: Tensor
-    w2_global_scale: Tensor
-    w13_input_scale: Tensor | None = None
-    w2_input_scale: Tensor | None = None
-    w13_order: str = "up_gate"
-    is_gated: bool = True
-
-    @property
-    def num_experts(self) -> int:
-        """Experts on this rank."""
-        return self.w13_weight.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.w2_weight.shape[1]
-
-    @property
-    def intermediate_size(self) -> int:
-        """Per rank, as stored in w2; of one half when gated."""
-        return self.w2_weight.shape[2] * 2
 
 
 def unsupported_reason(
@@ -105,19 +71,37 @@ def unsupported_reason(
 
 
 def workspace_bytes(
-    *, num_tokens: int, top_k: int, hidden_size: int, intermediate_size: int, is_gated: bool = True
+    *,
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+    is_gated: bool = True,
+    backend: str = "reference",
+    num_experts: int = 1,
+    num_sms: int = 188,
 ) -> int:
     """Upper bound on the memory that `fused_moe` holds at once beside its arguments and its result, in bytes.
 
-    The contributions by slot, fp32 [T, k, H]; the larger of the two weights of ONE expert while it is decoded (12 bytes
-    an element); and the activations of all tokens (40 bytes an element where they are widest, with their quantiser).
-    It does not depend on the number of experts. What a GEMM library allocates for itself is not counted.
+    reference: the contributions by slot, fp32 [T, k, H]; the larger of the two weights of ONE expert while it is
+    decoded (12 bytes an element); and the activations of all tokens (40 bytes an element where they are widest, with
+    their quantiser). It does not depend on the number of experts. What a GEMM library allocates for itself is not
+    counted.
+
+    decode, middle, prefill: the slots in 16 bits, what is between the GEMMs, the schedule and, in prefill, quantised
+    activations; for `num_experts` on this rank, and for decode `num_sms` multiprocessors.
     """
+    num_slots = num_tokens * top_k
+    small = 64 * num_slots + 4096
+    if backend != "reference":
+        shape = LayerShape(num_experts, hidden_size, intermediate_size, is_gated)
+        slots = 2 * num_slots * hidden_size
+        copies = 2 * num_tokens * hidden_size  # of hidden states whose rows cannot be read as they lie
+        return slots + copies + small + kernel.workspace_bytes(backend, shape, num_tokens, top_k, num_sms)
     w13_rows = (2 if is_gated else 1) * intermediate_size
-    slots = 4 * num_tokens * top_k * hidden_size
+    slots = 4 * num_slots * hidden_size
     one_weight = max(w13_rows * hidden_size, hidden_size * intermediate_size)
     activations = num_tokens * (12 * hidden_size + 4 * w13_rows + 40 * max(hidden_size, intermediate_size))
-    small = 64 * num_tokens * top_k + 4096
     return slots + 12 * one_weight + activations + small
 
 
@@ -132,6 +116,8 @@ def fused_moe(
     apply_router_weight_on_input: bool = False,
     expert_offset: int = 0,
     num_global_experts: int | None = None,
+    backend: Backend = "auto",
+    order: Order | None = None,
 ) -> Tensor:
     """Run the routed experts of one layer on this rank.
 
@@ -152,6 +138,11 @@ def fused_moe(
         num_global_experts: experts of all ranks. When given, topk_ids are GLOBAL, this rank holds [expert_offset,
             expert_offset + E), and the other experts' slots are skipped: add up the ranks' results. When None, topk_ids
             are local, 0..E-1.
+        backend: "auto": on a GPU the kernel that config.choose_backend names for this batch, or the next that covers
+            it, the reference at last (said once in the log); on the CPU the reference. "decode", "middle" (W4A16) and
+            "prefill" are our kernels, "reference" is plain torch; on the CPU they run as built for the host.
+        order: in which a kernel walks the tiles of an expert, see ExpertSchedule; None: the backend's default. The same
+            result, but for the order in which decode adds up a tile that lies across multiprocessors.
 
     Returns:
         Tensor [T, H] of hidden_states' dtype, contiguous, new; zeros for a token whose slots are all skipped.
@@ -176,21 +167,44 @@ def fused_moe(
         raise UnsupportedError(
             reason, "a layer that unsupported_reason() accepts", "leave this layer on SGLang's own MoE path"
         )
-    _check_weights(weights, hidden_states.device)
-    _check_routing(hidden_states, weights, topk_weights, topk_ids, apply_router_weight_on_input)
-    _check_expert_range(weights, topk_ids, expert_offset, num_global_experts)
+    if not torch.compiler.is_compiling():  # Dynamo cannot trace the making of messages from symbolic sizes
+        _check_weights(weights, hidden_states.device)
+        _check_routing(hidden_states, weights, topk_weights, topk_ids, apply_router_weight_on_input)
+        _check_expert_range(weights, topk_ids, expert_offset, num_global_experts)
+    _need(
+        backend == "auto" or backend in config.BACKENDS,
+        f"backend {backend!r}",
+        f"auto, {', '.join(config.BACKENDS)}",
+        "leave it out",
+    )
     if hidden_states.shape[0] == 0:
         return torch.empty(0, weights.hidden_size, dtype=hidden_states.dtype, device=hidden_states.device)
-    return reference.fused_moe(
+    # Opaque where a graph is traced; called directly elsewhere, which spares the dispatcher.
+    call = kernel.fused_moe_operator if torch.compiler.is_compiling() else kernel.fused_moe
+    return call(
         hidden_states,
-        weights,
+        weights.w13_weight,
+        weights.w13_blockscale,
+        weights.w13_global_scale,
+        weights.w2_weight,
+        weights.w2_blockscale,
+        weights.w2_global_scale,
+        weights.w13_input_scale,
+        weights.w2_input_scale,
+        weights.w13_order,
+        weights.is_gated,
         topk_weights,
         topk_ids,
-        activation=activation,
-        numerics=numerics,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        expert_offset=expert_offset,
-        num_global_experts=num_global_experts,
+        activation.name,
+        activation.alpha,
+        activation.beta,
+        activation.limit,
+        numerics,
+        apply_router_weight_on_input,
+        expert_offset,
+        num_global_experts,
+        backend,
+        order or "",
     )
 
 

@@ -16,57 +16,19 @@ What makes it safe to compare against:
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sglang_sm120.errors import ContractError
+from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.kernels.quantization.nvfp4.api import (
     GROUP_SIZE,
     dequantize_nvfp4,
     quantize_nvfp4,
     unswizzle_blockscale,
 )
-
-if TYPE_CHECKING:
-    from sglang_sm120.kernels.moe.fused_moe.api import Nvfp4MoeWeights
-
-
-@dataclass(frozen=True)
-class MoeActivation:
-    """What lies between the two GEMMs.
-
-    name: gated "silu" or "gelu": act(gate) * up. Ungated "silu", "gelu", "relu2" (max(x, 0)²) or "identity".
-        "gelu" is the exact one (erf).
-    limit: only with a gated "silu": gate = min(gate, limit), up = clamp(up, -limit, limit), in physical units, and then
-        gate * sigmoid(alpha * gate) * (up + beta).
-    alpha, beta: only with a limit. Alpha defaults to 1; beta to 1 when alpha is given (gpt-oss), else to 0. WITHOUT a
-        limit both are ignored, as in SGLang's `materialize_swiglu_params_for_cutlass`, which this has to agree with.
-    """
-
-    name: str = "silu"
-    alpha: float | None = None
-    beta: float | None = None
-    limit: float | None = None
-
-    def __post_init__(self) -> None:
-        finite = all(value is None or math.isfinite(value) for value in (self.alpha, self.beta))
-        if not finite or (self.limit is not None and not self.limit > 0):
-            raise ContractError(
-                f"activation {self}", "finite alpha and beta, and a limit above 0", "pass None for what is switched off"
-            )
-
-    def swiglu_alpha_beta(self) -> tuple[float, float]:
-        """Alpha and beta with their defaults, as they apply when a limit is set."""
-        alpha = 1.0 if self.alpha is None else self.alpha
-        if self.beta is not None:
-            return alpha, self.beta
-        return alpha, 0.0 if self.alpha is None else 1.0
 
 
 @contextlib.contextmanager
