@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from sglang_sm120 import __version__
 
+# Names for `bench --baseline`; imported when asked for, since they may need sglang and a GPU.
+_BASELINES = {"marlin": "sglang_sm120.integration.marlin_baseline:prepare"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -28,8 +31,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--log", metavar="FILE", help="keep the server's log in this file")
     commands.add_parser("doctor", help="check this installation and say how to fix what is wrong")
     commands.add_parser("flags", help="list the flags that `sglang serve` takes from this package")
+    _add_bench(commands)
     args = parser.parse_args(argv)
-    return {"demo": _demo, "doctor": _doctor, "flags": _flags}[args.command](args)
+    return {"demo": _demo, "doctor": _doctor, "flags": _flags, "bench": _bench}[args.command](args)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_sm120.bench.options import add_moe_arguments
+
+    bench = commands.add_parser("bench", help="measure this package's kernels on this GPU")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    moe = kinds.add_parser(
+        "moe",
+        help="the fused MoE layer, by each kernel and beside a baseline",
+        description="Times the routed experts of one layer over random NVFP4 weights on this GPU. Every candidate is "
+        "checked against the reference first; a wrong one is not timed. docs/benchmarking.md says what is measured.",
+    )
+    add_moe_arguments(moe, _BASELINES)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -49,6 +67,18 @@ def _doctor(args: argparse.Namespace) -> int:
     errors = sum(finding.level == "error" for finding in findings)
     print(f"{len(findings)} checks, {errors} error{'' if errors == 1 else 's'}")
     return 1 if errors else 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from sglang_sm120.bench.moe import run
+    from sglang_sm120.bench.options import moe_options
+    from sglang_sm120.errors import Sm120Error
+
+    try:
+        return run(moe_options(args))
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def _flags(args: argparse.Namespace) -> int:

@@ -137,6 +137,7 @@ def test_the_package_itself_imports_nothing() -> None:
     [
         "options", "errors", "device", "cli", "plugin", "plan.checkpoint", "integration.hooks", "integration.check",
         "doctor.checks", "testing.cpu_platform", "kernels.moe.fused_moe", "kernels.quantization.nvfp4",
+        "bench.options",
     ],
 )  # fmt: skip
 def test_light_modules_load_without_anything_installed(module: str) -> None:

@@ -1,0 +1,198 @@
+"""What each kernel of the fused MoE layer reads from DRAM, by hardware counters: one `ncu` run for all configurations.
+
+    python tools/measure_moe_dram.py --model glm5-tp8 --tokens 16,1000 --backend decode,middle --order column_major,row_major
+
+Needs a CUDA GPU, and `ncu` with the permission to read counters. Prints a Markdown table. The floor of a GEMM is what it
+cannot do without: the weights and block scales of the active experts once, and its input once (x of T rows for GEMM1, one
+row a slot for GEMM2). ncu empties the caches before every kernel. Its times, at free clocks, are for comparing the rows
+of this table: ncu serialises kernels that overlap otherwise.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sglang_sm120.bench.moe_cases import Candidate, random_weights
+from sglang_sm120.bench.options import BACKENDS, ORDERS, ModelShape, model_shape
+from sglang_sm120.bench.routing import bytes_per_expert, random_routing
+from sglang_sm120.bench.timing import require_gpu
+from sglang_sm120.errors import Sm120Error, UnsupportedError
+
+METRICS = ("dram__bytes_read.sum", "lts__t_sector_hit_rate.pct", "gpu__time_duration.sum")
+MARKER = "spin_kernel"  # of torch.cuda._sleep: launched before every configuration
+_ELEMENT_BYTES = 2  # of bfloat16
+_NCU_TIMEOUT_S = 580
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch. name as ncu has it; times in microseconds."""
+
+    name: str
+    read_bytes: float
+    l2_hit_percent: float
+    time_us: float
+
+
+def kernels_by_configuration(output: str) -> list[list[Kernel]]:
+    """The launches that ncu's CSV lists, split at the markers.
+
+    Raises: UnsupportedError if there is no table in it.
+    """
+    start = output.find('"ID"')
+    if start < 0:
+        raise UnsupportedError(
+            f"ncu printed no table: {' '.join(output.split())[-400:]}",
+            "ncu with the permission to read hardware counters",
+            "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
+        )
+    launches: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(io.StringIO(output[start:])):
+        if row.get("Metric Name") in METRICS:
+            launch = launches.setdefault(row["ID"], {"name": row["Kernel Name"]})
+            launch[row["Metric Name"]] = row["Metric Value"].replace(",", "")
+    groups: list[list[Kernel]] = []
+    for launch in launches.values():
+        if MARKER in launch["name"]:
+            groups.append([])
+        elif groups:
+            read_bytes, hit_percent, time_ns = (float(launch.get(metric, "nan")) for metric in METRICS)
+            groups[-1].append(Kernel(launch["name"], read_bytes, hit_percent, time_ns / 1e3))
+    return groups
+
+
+def table(configurations: list[dict], groups: list[list[Kernel]]) -> str:
+    """Markdown; a row for every kernel of every configuration."""
+    columns = (
+        "model", "tokens", "backend", "order", "kernel", "MB read", "floor MB", "ratio", "L2 hit %", "us"
+    )  # fmt: skip
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for configuration, kernels in zip(configurations, groups, strict=True):
+        floors = list(configuration["floor_bytes"])
+        for kernel in kernels:
+            floor_bytes = floors.pop(0) if "gemm" in kernel.name and floors else None
+            cells = [str(configuration[name]) for name in ("model", "tokens", "backend", "order")]
+            cells += [kernel.name.partition("(")[0], f"{kernel.read_bytes / 1e6:.2f}"]
+            cells += ["", ""] if floor_bytes is None else [
+                f"{floor_bytes / 1e6:.2f}", f"{kernel.read_bytes / floor_bytes:.3f}"
+            ]  # fmt: skip
+            lines.append("| " + " | ".join([*cells, f"{kernel.l2_hit_percent:.1f}", f"{kernel.time_us:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def floor_bytes(shape: ModelShape, ids: torch.Tensor) -> tuple[int, int]:
+    """Of GEMM1 and GEMM2."""
+    weights_bytes = ids.unique().numel() * bytes_per_expert(shape)
+    inputs = (ids.shape[0] * shape.hidden_size, ids.numel() * shape.intermediate_size)
+    first, second = (elements * _ELEMENT_BYTES for elements in inputs)
+    return weights_bytes * 2 // 3 + first, weights_bytes // 3 + second
+
+
+def child(args: argparse.Namespace) -> None:
+    """Under ncu: every configuration once without and once with the profiler; what they are goes to a file."""
+    device = require_gpu()
+    done = []
+    for shape in args.models:
+        weights = random_weights(shape, device, torch.Generator(device).manual_seed(0))
+        for tokens in args.tokens:
+            generator = torch.Generator().manual_seed(tokens)
+            ids = random_routing(args.routing, tokens, shape.num_experts, shape.top_k, generator)
+            x = torch.randn(tokens, shape.hidden_size, generator=generator).to(device, torch.bfloat16)
+            router = torch.full(ids.shape, 1 / shape.top_k, device=device)
+            ids = ids.to(device, torch.int32)
+            for backend in args.backends:
+                for order in ("",) if backend == "auto" else args.orders:
+                    candidate = Candidate(backend, order, args.numerics)
+                    reason = candidate.unsupported_reason(weights, ids.numel(), x)
+                    if reason is not None:
+                        print(f"{candidate.label}: not covered: {reason}", file=sys.stderr)
+                        continue
+                    call = candidate.bind(weights)
+                    call(x, router, ids)
+                    torch.cuda.synchronize()
+                    torch.cuda.profiler.start()
+                    torch.cuda._sleep(1)
+                    call(x, router, ids)
+                    torch.cuda.synchronize()
+                    torch.cuda.profiler.stop()
+                    done.append(
+                        {"model": shape.name, "tokens": tokens, "backend": backend, "order": order,
+                         "floor_bytes": floor_bytes(shape, ids)}
+                    )  # fmt: skip
+        del weights
+    Path(args.child).write_text(json.dumps(done))
+
+
+def profile(arguments: list[str]) -> tuple[list[dict], list[list[Kernel]]]:
+    """Run this program's child under ncu.
+
+    Raises: UnsupportedError without ncu, or where it fails.
+    """
+    program = shutil.which("ncu")
+    if program is None:
+        raise UnsupportedError(
+            "no ncu on PATH", "NVIDIA Nsight Compute, for hardware counters", "install it, or add its folder to PATH"
+        )
+    with tempfile.TemporaryDirectory(prefix="measure-moe-dram-") as folder:
+        described = Path(folder) / "configurations.json"
+        command = [
+            program, "--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off",
+            "--target-processes", "all", "--metrics", ",".join(METRICS),
+            sys.executable, str(Path(__file__).resolve()), *arguments, "--child", str(described),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_NCU_TIMEOUT_S)
+        sys.stderr.write("".join(line for line in done.stderr.splitlines(True) if "not covered" in line))
+        if done.returncode or not described.exists():
+            raise UnsupportedError(
+                f"ncu exited with {done.returncode}: {' '.join((done.stdout + done.stderr).split())[-1500:]}",
+                "a run without an error",
+                f"look at it: {' '.join(command)}",
+            )
+        return json.loads(described.read_text()), kernels_by_configuration(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--model", dest="models", nargs="+", type=model_shape, default=[model_shape("glm5-tp8")])
+    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[4, 16, 1000])
+    parser.add_argument("--backend", dest="backends", type=words, default=["decode", "middle", "prefill"],
+                        help=",".join(BACKENDS))  # fmt: skip
+    parser.add_argument("--order", dest="orders", type=words, default=list(ORDERS), help=",".join(ORDERS))
+    parser.add_argument("--numerics", default="w4a16", choices=["w4a16", "w4a4"])
+    parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
+    parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name, allowed in (("backends", BACKENDS), ("orders", ORDERS)):
+        unknown = set(getattr(args, name)) - set(allowed)
+        if unknown:
+            parser.error(f"{', '.join(unknown)}: {','.join(allowed)} are known")
+    try:
+        if args.child is not None:
+            child(args)
+            return
+        device = torch.cuda.get_device_name(require_gpu())
+        configurations, groups = profile(sys.argv[1:])
+    except Sm120Error as error:
+        sys.exit(str(error))
+    if len(groups) != len(configurations):
+        sys.exit(f"{len(groups)} configurations in ncu's table, {len(configurations)} were run: is {MARKER} in it?")
+    print(f"{device}; python tools/measure_moe_dram.py {' '.join(sys.argv[1:])}\n")
+    print(table(configurations, groups))
+
+
+if __name__ == "__main__":
+    main()
