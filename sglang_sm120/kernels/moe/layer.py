@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sglang_sm120.errors import ContractError
 
@@ -45,6 +47,27 @@ class MoeActivation:
         if self.beta is not None:
             return alpha, self.beta
         return alpha, 0.0 if self.alpha is None else 1.0
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Of a gated layer, in plain torch; NaN stays NaN."""
+        if self.name == "gelu":
+            return F.gelu(gate) * up
+        if self.limit is None:
+            return gate * torch.sigmoid(gate) * up
+        alpha, beta = self.swiglu_alpha_beta()
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+    def ungated(self, x: Tensor) -> Tensor:
+        """Of an ungated layer, in plain torch; NaN stays NaN."""
+        if self.name == "silu":
+            return x * torch.sigmoid(x)
+        if self.name == "gelu":
+            return F.gelu(x)
+        if self.name == "relu2":
+            return x.clamp(min=0).square()
+        return x  # "identity"
 
 
 @dataclass(frozen=True, eq=False)

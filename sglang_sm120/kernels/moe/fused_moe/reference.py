@@ -20,7 +20,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.kernels.quantization.nvfp4.api import (
@@ -112,9 +111,9 @@ def _expert(
     if weights.is_gated:
         first, second = projected.chunk(2, dim=1)
         gate, up = (second, first) if weights.w13_order == "up_gate" else (first, second)
-        intermediate = _gated(gate, up, activation)
+        intermediate = activation.gated(gate, up)
     else:
-        intermediate = _ungated(projected, activation)
+        intermediate = activation.ungated(projected)
     if numerics == "w4a4":
         intermediate = _through_nvfp4(intermediate, weights.w2_input_scale, expert)
     else:
@@ -147,24 +146,3 @@ def _w13_row_scale(weights: Nvfp4MoeWeights, expert: int) -> Tensor:
     first, second = (up, gate) if weights.w13_order == "up_gate" else (gate, up)
     half = weights.w13_weight.shape[1] // 2
     return torch.cat((first.expand(half), second.expand(half)))
-
-
-def _gated(gate: Tensor, up: Tensor, activation: MoeActivation) -> Tensor:
-    if activation.name == "gelu":
-        return F.gelu(gate) * up
-    if activation.limit is None:
-        return gate * torch.sigmoid(gate) * up
-    alpha, beta = activation.swiglu_alpha_beta()
-    gate = gate.clamp(max=activation.limit)
-    up = up.clamp(min=-activation.limit, max=activation.limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + beta)
-
-
-def _ungated(x: Tensor, activation: MoeActivation) -> Tensor:
-    if activation.name == "silu":
-        return x * torch.sigmoid(x)
-    if activation.name == "gelu":
-        return F.gelu(x)
-    if activation.name == "relu2":
-        return x.clamp(min=0).square()
-    return x  # "identity"

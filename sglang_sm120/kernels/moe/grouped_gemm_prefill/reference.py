@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sglang_sm120.kernels.quantization.nvfp4.api import GROUP_SIZE, dequantize_nvfp4, unswizzle_blockscale
 
@@ -55,9 +54,9 @@ def grouped_gemm_prefill(
             assert activation is not None  # for the type checker: the api has refused this
             first, second = result.chunk(2, dim=1)
             gate, up = (second, first) if w13_order == "up_gate" else (first, second)
-            result = _gated(gate, up, activation)
+            result = activation.gated(gate, up)
         elif activation is not None:
-            result = _ungated(result, activation)
+            result = activation.ungated(result)
         if router_weights is not None:
             result = result * router_weights[slots, None]
         out[positions if out_rows == "sorted" else slots] = result.to(out.dtype)
@@ -67,24 +66,3 @@ def grouped_gemm_prefill(
 def _column_alpha(alpha: Tensor, n: int) -> Tensor:
     """f32 [n] from one value, or from one for each half."""
     return alpha.repeat_interleave(n // alpha.numel()) if alpha.numel() == 2 else alpha.expand(n)
-
-
-def _gated(gate: Tensor, up: Tensor, activation: MoeActivation) -> Tensor:
-    if activation.name == "gelu":
-        return F.gelu(gate) * up
-    if activation.limit is None:
-        return gate * torch.sigmoid(gate) * up
-    swiglu_alpha, swiglu_beta = activation.swiglu_alpha_beta()
-    gate = gate.clamp(max=activation.limit)
-    up = up.clamp(min=-activation.limit, max=activation.limit)
-    return gate * torch.sigmoid(swiglu_alpha * gate) * (up + swiglu_beta)
-
-
-def _ungated(x: Tensor, activation: MoeActivation) -> Tensor:
-    if activation.name == "silu":
-        return x * torch.sigmoid(x)
-    if activation.name == "gelu":
-        return F.gelu(x)
-    if activation.name == "relu2":
-        return x.clamp(min=0).square()
-    return x  # "identity"
