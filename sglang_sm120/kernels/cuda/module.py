@@ -45,10 +45,14 @@ def load(source: Path, device: torch.device, defines: tuple[str, ...] = ()) -> K
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (source.resolve(), device, tuple(defines))
+    asked = (source, device, tuple(defines))
+    if (module := _loaded.get(asked)) is not None:
+        return module  # every launch comes here: resolving a path asks the file system
+    key = (source.resolve(), *asked[1:])
     with _loading:
         if key not in _loaded:
             _loaded[key] = _load(*key)
+        _loaded[asked] = _loaded[key]
         return _loaded[key]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sglang_sm120.kernels.moe.expert_schedule import api as schedules
 from sglang_sm120.kernels.moe.w4a16 import LayerShape
 
 BLOCK_ROWS = 8
@@ -71,9 +72,8 @@ def choose(shape: LayerShape, num_slots: int, num_sms: int) -> DecodeConfig:
 
 
 def max_blocks(shape: LayerShape, num_slots: int) -> int:
-    """As expert_schedule.api.max_blocks, for BLOCK_ROWS."""
-    opened = min(num_slots, shape.num_experts)
-    return opened + (num_slots - opened) // BLOCK_ROWS
+    """The schedule's bound, for BLOCK_ROWS."""
+    return schedules.max_blocks(num_slots, shape.num_experts, BLOCK_ROWS)
 
 
 def partial_floats(shape: LayerShape, launch: Launch) -> int:

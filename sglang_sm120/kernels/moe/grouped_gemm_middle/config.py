@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_sm120.kernels.moe.expert_schedule import api as schedules
 from sglang_sm120.kernels.moe.w4a16 import LayerShape
 
 BLOCK_ROWS = (16, 32, 48, 64)
@@ -80,6 +81,5 @@ def choose(shape: LayerShape, num_slots: int, num_sms: int, block_rows: int | No
 
 
 def max_blocks(shape: LayerShape, num_slots: int, block_rows: int) -> int:
-    """As expert_schedule.api.max_blocks."""
-    opened = min(num_slots, shape.num_experts)
-    return opened + (num_slots - opened) // block_rows
+    """The schedule's bound, for this layer."""
+    return schedules.max_blocks(num_slots, shape.num_experts, block_rows)
