@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sglang_sm120.bench.moe_cases import Candidate, random_weights
 from sglang_sm120.bench.options import BACKENDS, ORDERS, ModelShape, model_shape
+from sglang_sm120.bench.plot import require_matplotlib
 from sglang_sm120.bench.routing import bytes_per_expert, random_routing
 from sglang_sm120.bench.timing import require_gpu
 from sglang_sm120.errors import Sm120Error, UnsupportedError
@@ -91,6 +92,43 @@ def table(configurations: list[dict], groups: list[list[Kernel]]) -> str:
             ]  # fmt: skip
             lines.append("| " + " | ".join([*cells, f"{kernel.l2_hit_percent:.1f}", f"{kernel.time_us:.1f}"]) + " |")
     return "\n".join(lines)
+
+
+def draw(configurations: list[dict], groups: list[list[Kernel]], title: str, path: str) -> None:
+    """A column a backend: bytes of both GEMMs over their floor, L2 hit rate (GEMM1, GEMM2), time; bars are orders."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    measured = {}
+    for configuration, kernels in zip(configurations, groups, strict=True):
+        gemms = [kernel for kernel in kernels if "gemm" in kernel.name]
+        key = (configuration["model"], configuration["backend"], configuration["tokens"], configuration["order"])
+        measured[key] = (
+            sum(gemm.read_bytes for gemm in gemms) / sum(configuration["floor_bytes"]),
+            sum(gemm.l2_hit_percent for gemm in gemms) / len(gemms),
+            sum(gemm.time_us for gemm in gemms),
+        )
+    columns = list(dict.fromkeys(key[:2] for key in measured))
+    orders = list(dict.fromkeys(key[3] for key in measured))
+    figure = Figure(figsize=(1.5 + 3.6 * len(columns), 9), layout="constrained")
+    grid = figure.subplots(3, len(columns), squeeze=False)
+    names = ("DRAM bytes read / floor", "L2 hit rate, %, mean of the GEMMs", "us under ncu, GEMM1 + GEMM2")
+    for number, (model, backend) in enumerate(columns):
+        tokens = list(dict.fromkeys(key[2] for key in measured if key[:2] == (model, backend)))
+        for row, (axes, name) in enumerate(zip(grid[:, number], names, strict=True)):
+            for index, order in enumerate(orders):
+                values = [measured.get((model, backend, count, order), (float("nan"),) * 3)[row] for count in tokens]
+                places = [place + index * 0.8 / len(orders) for place in range(len(tokens))]
+                bars = axes.bar(places, values, 0.75 / len(orders), label=order or "its own order")
+                axes.bar_label(bars, fmt="%.2f" if row == 0 else "%.0f", fontsize=7)
+            axes.set_xticks([place + 0.4 - 0.4 / len(orders) for place in range(len(tokens))], [str(t) for t in tokens])
+            axes.set_title(f"{model}, {backend}" if row == 0 else "", fontsize=10)
+            axes.set_xlabel("tokens")
+            axes.set_ylabel(name if number == 0 else "", fontsize=9)
+        grid[0, number].axhline(1, color="black", linewidth=1)
+    grid[0, 0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
 
 
 def floor_bytes(shape: ModelShape, ids: torch.Tensor) -> tuple[int, int]:
@@ -171,9 +209,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[4, 16, 1000])
     parser.add_argument("--backend", dest="backends", type=words, default=["decode", "middle", "prefill"],
                         help=",".join(BACKENDS))  # fmt: skip
-    parser.add_argument("--order", dest="orders", type=words, default=list(ORDERS), help=",".join(ORDERS))
+    parser.add_argument("--order", dest="orders", type=words, default=list(ORDERS[1:]), help=",".join(ORDERS))
     parser.add_argument("--numerics", default="w4a16", choices=["w4a16", "w4a4"])
     parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the orders side by side (needs matplotlib)")
     parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name, allowed in (("backends", BACKENDS), ("orders", ORDERS)):
@@ -184,6 +223,8 @@ def main() -> None:
         if args.child is not None:
             child(args)
             return
+        if args.plot:
+            require_matplotlib()
         device = torch.cuda.get_device_name(require_gpu())
         configurations, groups = profile(sys.argv[1:])
     except Sm120Error as error:
@@ -192,6 +233,9 @@ def main() -> None:
         sys.exit(f"{len(groups)} configurations in ncu's table, {len(configurations)} were run: is {MARKER} in it?")
     print(f"{device}; python tools/measure_moe_dram.py {' '.join(sys.argv[1:])}\n")
     print(table(configurations, groups))
+    if args.plot:
+        title = f"{device}: tile orders, {args.numerics}, {args.routing} routing; bytes and times by ncu"
+        draw(configurations, groups, title, args.plot)
 
 
 if __name__ == "__main__":

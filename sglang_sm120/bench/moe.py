@@ -229,7 +229,7 @@ def measure_point(
         except Exception as reason:  # one candidate that breaks does not cost the others their times
             row["failure"] = f"failed: {_reason(reason)}"
 
-    for candidate in candidates(options.backends, options.orders, options.numerics):
+    for candidate in candidates(options.backends, options.orders, options.numerics, options.gemms):
         row: dict[str, Any] = {**asdict(candidate), "label": candidate.label}
         try:
             reason = candidate.unsupported_reason(layers.weights[0], inputs.ids[0].numel(), inputs.hidden)

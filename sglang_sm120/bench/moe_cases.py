@@ -21,6 +21,8 @@ from sglang_sm120.kernels.moe.fused_moe.api import (
     fused_moe,
 )
 from sglang_sm120.kernels.moe.fused_moe.config import choose_backend
+from sglang_sm120.kernels.moe.grouped_gemm_decode.api import grouped_gemm_decode
+from sglang_sm120.kernels.moe.grouped_gemm_middle.api import grouped_gemm_middle
 from sglang_sm120.kernels.moe.w4a16 import LayerShape
 from sglang_sm120.kernels.quantization.nvfp4.api import GROUP_SIZE, round_up
 
@@ -28,6 +30,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden_states [T, H], topk_weights [T, k], topk_ids [T, k]) -> [T, H]; the weights are bound."""
 
 ACTIVATION = MoeActivation("silu")
+_GEMMS = {"decode": grouped_gemm_decode, "middle": grouped_gemm_middle}
 
 # So that what goes into each GEMM has a size of about 1: E4M3 codes of 0.11 to 1.4 and these s2.
 _SCALE_CODES = (30, 60)
@@ -67,20 +70,25 @@ def random_weights(shape: ModelShape, device: torch.device, generator: torch.Gen
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the layer. order "" where there is none to choose."""
+    """One way to run the layer. order "" where there is none to choose; part "gemms": all but the sum of the slots."""
 
     backend: str
     order: str
     numerics: str
+    part: str = ""
 
     @property
     def label(self) -> str:
-        return " ".join(word for word in (self.backend, self.order, self.numerics) if word)
+        return " ".join(word for word in (self.backend, self.part, self.order, self.numerics) if word)
 
     def bind(self, weights: Nvfp4MoeWeights) -> Call:
         """The layer over these weights."""
         numerics = cast("Numerics", self.numerics)
-        backend, order = cast("Backend", self.backend), cast("Order | None", self.order or None)
+        backend = cast("Backend", self.backend)
+        order = cast("Order | None", None if self.order in ("", "default") else self.order)
+        if self.part == "gemms":
+            gemms = _GEMMS[self.backend]
+            return lambda x, router, ids: gemms(x, weights, router, ids, activation=ACTIVATION, order=order)
         return lambda x, router, ids: fused_moe(
             x, weights, router, ids, activation=ACTIVATION, numerics=numerics, backend=backend, order=order
         )
@@ -100,12 +108,15 @@ class Candidate:
         )
 
 
-def candidates(backends: tuple[str, ...], orders: tuple[str, ...], numerics: tuple[str, ...]) -> list[Candidate]:
-    """Every combination; "auto" once, in fused_moe's own order."""
+def candidates(
+    backends: tuple[str, ...], orders: tuple[str, ...], numerics: tuple[str, ...], gemms: bool = False
+) -> list[Candidate]:
+    """Every combination; "auto" once, in fused_moe's own order; the parts that are GEMMs too, where asked for."""
     return [
-        Candidate(backend, order, number)
+        Candidate(backend, order, number, part)
         for number in numerics
         for backend in backends
+        for part in (("", "gemms") if gemms and backend in _GEMMS and number == "w4a16" else ("",))
         for order in (("",) if backend == "auto" else orders)
     ]
 
@@ -135,7 +146,9 @@ def reference_output(
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """The largest over tokens of |got - want| / |want|; infinite for a wrong shape, NaN or infinity."""
+    """The largest over tokens of |got - want| / |want|; infinite for a wrong shape, NaN or infinity. Sums slots."""
+    if got.shape != want.shape and got.numel() % want.numel() == 0:
+        got = got.to(torch.float64).view(len(want), -1, want.shape[1]).sum(1)
     if got.shape != want.shape:
         return float("inf")
     difference = (got.to(torch.float64) - want.to(torch.float64)).norm(dim=1)

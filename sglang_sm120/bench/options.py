@@ -31,7 +31,7 @@ TOKENS = (1, 2, 4, 10, 16, 64, 256, 1000, 4096)
 ROUTINGS = ("uniform", "zipf")
 NUMERICS = ("w4a16", "w4a4")
 BACKENDS = ("auto", "decode", "middle", "prefill")
-ORDERS = ("column_major", "row_major")
+ORDERS = ("default", "column_major", "row_major")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class MoeBenchOptions:
     routings: tuple[str, ...] = ("uniform",)
     numerics: tuple[str, ...] = ("w4a16",)
     backends: tuple[str, ...] = BACKENDS
-    orders: tuple[str, ...] = ("column_major",)
+    orders: tuple[str, ...] = ("default",)
+    gemms: bool = False
     baseline: str = "none"
     repeat: int = 9
     seed: int = 0
@@ -74,11 +75,21 @@ def add_moe_arguments(parser: argparse.ArgumentParser, baselines: dict[str, str]
         ("--routing", "routings", ROUTINGS, "popularity of the experts: equal, or 1 / rank"),
         ("--numerics", "numerics", NUMERICS, "what activations are multiplied as"),
         ("--backends", "backends", BACKENDS, "kernels of fused_moe"),
-        ("--order", "orders", ORDERS, "order of the tiles; auto and the baseline have none to choose"),
+        (
+            "--order",
+            "orders",
+            ORDERS,
+            "order of the tiles, default: the backend's own; auto and the baseline have none to choose",
+        ),
     ):
         value = getattr(default, dest)
         add(name, dest=dest, type=_choices(allowed), default=value, metavar=",".join(allowed),
             help=f"{what} (default: {','.join(value)})")  # fmt: skip
+    add(
+        "--gemms",
+        action="store_true",
+        help="also time decode and middle without the sum of the slots: both GEMMs and, above 32 slots, the schedule",
+    )
     add("--baseline", type=baseline, default="none", metavar=f"none|{'|'.join(baselines)}|MODULE:FUNCTION",
         help="what to compare with: FUNCTION(weights) returns a callable of (hidden_states, topk_weights, topk_ids) "
         "(default: none)")  # fmt: skip

@@ -53,6 +53,29 @@ def test_launches_are_split_at_the_markers(tool: ModuleType) -> None:
     assert len({row.count("|") for row in rows}) == 1
 
 
+def test_the_plot(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar for every order and number of tokens, as high as both GEMMs' bytes over their floors."""
+    from matplotlib.axes import Axes
+
+    heights: list[list[float]] = []
+    draw_bars = Axes.bar
+
+    def bar(axes: Axes, places: list[float], values: list[float], *rest, **more):
+        heights.append(values)
+        return draw_bars(axes, places, values, *rest, **more)
+
+    monkeypatch.setattr(Axes, "bar", bar)
+    other = {"model": "m", "backend": "middle", "floor_bytes": (4e6, 1e6)}
+    configurations = [
+        {**other, "tokens": tokens, "order": order} for tokens in (256, 1000) for order in ("column_major", "row_major")
+    ]
+    schedule, second = tool.Kernel("expert_schedule", 1e9, 99, 99), tool.Kernel("gemm2_bf16", 0, 30, 4)
+    groups = [[schedule, tool.Kernel("gemm1_bf16", 5e6 * n, 10 * n, 3), second] for n in (1, 2, 3, 4)]
+    tool.draw(configurations, groups, "title", str(tmp_path / "orders.png"))
+    assert (tmp_path / "orders.png").read_bytes().startswith(b"\x89PNG")
+    assert heights == [[1, 3], [2, 4], [20, 30], [25, 35], [7, 7], [7, 7]]
+
+
 def test_output_without_a_table_is_an_error_with_its_text(tool: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="ERR_NVGPUCTRPERM"):
         tool.kernels_by_configuration("==ERROR== ERR_NVGPUCTRPERM\n")

@@ -67,3 +67,28 @@ struct Deal {
     int total, parts;
     __device__ __forceinline__ int begin(int part) const { return part * (total / parts) + min(part, total % parts); }
 };
+
+// ---- what both GEMM kernels do the same way ----
+// The tile of an id: `info` is block_info of the first block of an expert, m the tile's block of that expert's. Ids run
+// expert after expert, and within one along a weight column's blocks (column-major) or along a block's columns.
+struct TilePlace {
+    int4 info;
+    unsigned m, column;
+};
+__device__ __forceinline__ TilePlace locate_tile(const int4* block_info, unsigned id, unsigned columns, bool row_major) {
+    const int4 info = block_info[id / columns];
+    const unsigned local = id - info.y * columns, blocks = info.z;
+    if (blocks <= 1) return {info, 0, local};
+    return {info, row_major ? local / columns : local % blocks, row_major ? local % columns : local / blocks};
+}
+// Bytes from an expert's first block scale to row `row`'s first, of scales swizzled in tiles of 128 rows x 64 k.
+__device__ __forceinline__ int scale_row_offset(int row, int scale_tiles) {
+    return (row >> 7) * (scale_tiles * 512) + (row & 31) * 16 + ((row >> 5) & 3) * 4;
+}
+// Eight weights: `factor` is their scale as T::scale makes it. d: weights 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+template <class T> __device__ __forceinline__ void decode_word(uint32_t word, uint32_t factor, uint32_t (&d)[4]) {
+    d[0] = T::mul(T::template place<0>(word), factor);
+    d[1] = T::mul(T::template place<1>(word), factor);
+    d[2] = T::mul(T::template place<2>(word), factor);
+    d[3] = T::mul(T::template place<3>(word), factor);
+}

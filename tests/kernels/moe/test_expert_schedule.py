@@ -228,7 +228,7 @@ def test_a_smaller_batch_in_the_memory_of_a_larger_one(implementation):
 def test_no_barrier_is_missing(tokens, monkeypatch):
     """The host runs threads in ascending order; here in descending order."""
     cpu = torch.device("cpu")
-    monkeypatch.setitem(kernel._modules, cpu, load(kernel._SOURCE, cpu, ("SM120_HOST_REVERSE",)))
+    monkeypatch.setitem(kernel._modules, cpu, load(kernel.SOURCE, cpu, ("SM120_HOST_REVERSE",)))
     for experts, block_rows in itertools.product((8, 256, 1024), (1, 16)):
         check(routing(tokens, 8, experts), experts, block_rows, "kernel")
 

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 NAN = float("nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+# Of a row's norm. With few slots a row can hang on one large value between the GEMMs, which float64 may round the other
+# way (one step, 2^-8 or 2^-11); the result's rounding is less than half of that.
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
 W4A4_TOLERANCE = 2e-2  # an fp32 rounding may move a code by a step
 
 # backend and numerics
@@ -264,7 +266,7 @@ def test_middle_block_rows_give_the_same_bits(block_rows):
                 x, weights, topk_weights, ids, activation=SILU, order=order,
                 config=middle.choose(shape, ids.numel(), sms, rows),
             )
-            for rows, order in ((block_rows, "column_major"), (block_rows, "row_major"), (32, "column_major"))
+            for rows, order in ((block_rows, "column_major"), (block_rows, "row_major"), (32, None))
         ]  # fmt: skip
         assert torch.equal(bits(slots[0]), bits(slots[1])) and torch.equal(bits(slots[0]), bits(slots[2]))
         want = float64_layer(x, weights, topk_weights, ids)

@@ -17,6 +17,7 @@ from sglang_sm120.errors import ContractError, UnsupportedError
 from sglang_sm120.kernels.moe.expert_schedule import config, kernel, reference
 
 __all__ = [
+    "SOURCE",
     "ExpertSchedule",
     "Implementation",
     "Order",
@@ -26,6 +27,8 @@ __all__ = [
     "unsupported_reason",
     "workspace_bytes",
 ]
+
+SOURCE = kernel.SOURCE
 
 Order = Literal["column_major", "row_major"]
 Implementation = Literal["auto", "reference", "kernel"]

@@ -15,8 +15,8 @@ from sglang_sm120.kernels.moe.expert_schedule.config import MIN_CAPABILITY, laun
 if TYPE_CHECKING:
     from sglang_sm120.kernels.moe.expert_schedule.api import ExpertSchedule
 
-_SOURCE = Path(__file__).with_name("kernel.cu")
-_modules = Modules(_SOURCE, min_capability=MIN_CAPABILITY, name="expert schedule")
+SOURCE = Path(__file__).with_name("kernel.cu")
+_modules = Modules(SOURCE, min_capability=MIN_CAPABILITY, name="expert schedule")
 
 device_reason, ready = _modules.device_reason, _modules.ready
 

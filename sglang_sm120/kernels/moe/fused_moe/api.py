@@ -14,12 +14,14 @@ from torch import Tensor
 
 from sglang_sm120.errors import ContractError, UnsupportedError
 from sglang_sm120.kernels.moe.fused_moe import config, kernel
-from sglang_sm120.kernels.moe.fused_moe.kernel import backend_reason
+from sglang_sm120.kernels.moe.fused_moe.config import NATIVE_BACKENDS
+from sglang_sm120.kernels.moe.fused_moe.kernel import backend_reason, kernels_unavailable_reason, native_backend
 from sglang_sm120.kernels.moe.layer import W13_ORDERS, MoeActivation, Numerics, Nvfp4MoeWeights
 from sglang_sm120.kernels.moe.w4a16 import LayerShape
 from sglang_sm120.kernels.quantization.nvfp4.api import GROUP_SIZE, round_up
 
 __all__ = [
+    "NATIVE_BACKENDS",
     "Backend",
     "MoeActivation",
     "Numerics",
@@ -27,6 +29,8 @@ __all__ = [
     "Order",
     "backend_reason",
     "fused_moe",
+    "kernels_unavailable_reason",
+    "native_backend",
     "unsupported_reason",
     "workspace_bytes",
 ]

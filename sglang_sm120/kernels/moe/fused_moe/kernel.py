@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.errors import Sm120Error, UnsupportedError
+from sglang_sm120.kernels.cuda.module import load
 from sglang_sm120.kernels.moe.expert_schedule import api as schedules
 from sglang_sm120.kernels.moe.fused_moe import reference
 from sglang_sm120.kernels.moe.fused_moe.config import choose_backend
@@ -78,6 +79,47 @@ def backend_reason(
             is_gated=shape.is_gated and act is not None,
         )
     return reason
+
+
+def native_backend(
+    weights: Nvfp4MoeWeights,
+    num_slots: int,
+    *,
+    activation: MoeActivation,
+    numerics: str,
+    hidden_dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """The kernel of this package that serves such a call: its name, or one sentence on why none does."""
+    reasons = []
+    for name in choose_backend(LayerShape.of(weights), num_slots, numerics):
+        if name == "reference":
+            continue
+        reason = backend_reason(
+            name,
+            weights,
+            num_slots,
+            activation=activation,
+            numerics=numerics,
+            hidden_dtype=hidden_dtype,
+            device=device,
+        )
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    return "; ".join(reasons)
+
+
+def kernels_unavailable_reason(device: torch.device) -> str | None:
+    """One sentence on why this package's kernels cannot be loaded on a device, or None. Loads all of them."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no conversion from e4m3: compute capability 8.9 is the lowest covered"
+    try:
+        for source in (decode.SOURCE, middle.SOURCE, schedules.SOURCE, sums.SOURCE):
+            load(source, device)
+    except Sm120Error as error:
+        return error.found
+    return None
 
 
 def workspace_bytes(backend: str, shape: LayerShape, num_tokens: int, top_k: int, num_sms: int) -> int:
@@ -171,7 +213,7 @@ def _decode(x: Tensor, weights: Nvfp4MoeWeights, router_weights: Tensor, ids: Te
         activation=how.activation,
         expert_offset=how.expert_offset,
         num_global_experts=how.num_global_experts,
-        order=how.order or decode.DEFAULT_ORDER,
+        order=how.order or None,
     )
 
 
@@ -184,7 +226,7 @@ def _middle(x: Tensor, weights: Nvfp4MoeWeights, router_weights: Tensor, ids: Te
         activation=how.activation,
         expert_offset=how.expert_offset,
         num_global_experts=how.num_global_experts,
-        order=how.order or middle.DEFAULT_ORDER,
+        order=how.order or None,
     )
 
 

@@ -17,12 +17,15 @@ from sglang_sm120.kernels.moe.w4a16 import LayerShape
 __all__ = [
     "BLOCK_ROWS",
     "DEFAULT_ORDER",
+    "SOURCE",
     "DecodeConfig",
     "choose",
     "grouped_gemm_decode",
     "unsupported_reason",
     "workspace_bytes",
 ]
+
+SOURCE = kernel.SOURCE
 
 _MAX_STEPS = 2**31  # pieces of work are counted in int32
 
@@ -61,7 +64,7 @@ def grouped_gemm_decode(
     expert_offset: int = 0,
     num_global_experts: int | None = None,
     config: DecodeConfig | None = None,
-    order: str = DEFAULT_ORDER,
+    order: str | None = None,
 ) -> Tensor:
     """Run both GEMMs and what is between them, for every slot s = t * k + j with an expert of this rank.
 
@@ -107,5 +110,5 @@ def grouped_gemm_decode(
         expert_offset=expert_offset,
         num_global_experts=num_global_experts,
         config=config,
-        order=order,
+        order=order or DEFAULT_ORDER,
     )

@@ -130,18 +130,12 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmDecodeArgs& p, con
     const uint64_t policy = evict_first_policy();
 
     const auto locate = [&](unsigned id, Tile<GENERAL>& at) {
-        const int4 info = schedule.block_info[id / columns];
-        const unsigned local = id - info.y * columns, blocks = info.z;
-        unsigned m = 0;
-        at.column = local;
-        if (blocks > 1) {
-            m = p.row_major ? local / columns : local % blocks;
-            at.column = p.row_major ? local % columns : local / blocks;
-        }
-        at.alone = blocks == 1;
-        at.expert = info.x;
-        at.block = info.y + m;
-        at.rows = min(info.w - int(m) * BLOCK_ROWS, BLOCK_ROWS);
+        const TilePlace place = locate_tile(schedule.block_info, id, columns, p.row_major);
+        at.column = place.column;
+        at.alone = place.info.z == 1;
+        at.expert = place.info.x;
+        at.block = place.info.y + place.m;
+        at.rows = min(place.info.w - int(place.m) * BLOCK_ROWS, BLOCK_ROWS);
         const int first = (at.column >> 2) * 128 + (at.column & 3) * 8 + g;
         if constexpr (GENERAL) {
             at.first = first;
@@ -181,9 +175,8 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmDecodeArgs& p, con
                 s[i] = w[i][0] = w[i][1] = w[i][2] = w[i][3] = 0;
                 if (!valid) continue;
                 const int row = half * p.n + min(at.first + 32 * i, p.n - 1);  // rows beyond the last are computed and dropped
-                const int row_of_scales = (row >> 7) * (scale_tiles * 512) + (row & 31) * 16 + ((row >> 5) & 3) * 4;
                 load_stream(at.weight + row * row_bytes + chunk * 64, w[i], policy);
-                s[i] = *reinterpret_cast<const uint32_t*>(at.scale + row_of_scales + int64_t(chunk) * 1024);
+                s[i] = *reinterpret_cast<const uint32_t*>(at.scale + scale_row_offset(row, scale_tiles) + int64_t(chunk) * 1024);
             }
         }
     };
@@ -219,10 +212,9 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmDecodeArgs& p, con
         if (head && !whole) {
             const Deal deal = {schedule.num_blocks * int(columns) * steps, int(gridDim.x)};
             while (deal.begin(others_end) < tile_end) ++others_end;
-            // All are asked at once. Where there is less work than CTAs, some had none.
+            // All are asked at once. Each had work: where there is less of it than CTAs, it went to the first ones.
             for (int other = order + 1 + int(threadIdx.x); other < others_end; other += WARPS * 32)
-                if (deal.begin(other) != deal.begin(other + 1))
-                    while (load_acquire(p.partial_ready + other) == 0) __nanosleep(20);
+                while (load_acquire(p.partial_ready + other) == 0) __nanosleep(20);
         }
         __syncthreads();
         float* mine = shared + warp * (BLOCK_ROWS * PADDED);
@@ -242,14 +234,10 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmDecodeArgs& p, con
                 if (!head) p.partial[(int64_t(order) * HALVES + h) * 256 + o] = sum[h];
             }
             if (!head) continue;
-            const Deal deal = {schedule.num_blocks * int(columns) * steps, int(gridDim.x)};
 #pragma unroll 4
             for (int other = order + 1; other < others_end; ++other)
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h) {
-                    const float part = load_shared_by_ctas(p.partial + (int64_t(other) * HALVES + h) * 256 + o);
-                    sum[h] += deal.begin(other) != deal.begin(other + 1) ? part : 0.f;  // nobody wrote what had no work
-                }
+                for (int h = 0; h < HALVES; ++h) sum[h] += load_shared_by_ctas(p.partial + (int64_t(other) * HALVES + h) * 256 + o);
             const int column = (at.column >> 2) * 128 + (at.column & 3) * 8 + (row & 7) + 32 * (row >> 3);
             if (GENERAL && column >= p.n) continue;
             float y;
@@ -330,10 +318,7 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmDecodeArgs& p, con
             for (int i = 0; i < 4; ++i) {
                 if (q == 0) scale[i] = T::template scale<0>(s[i]);
                 if (q == 2) scale[i] = T::template scale<1>(s[i]);
-                d[i][0] = T::mul(T::template place<0>(w[i][q]), scale[i]);
-                d[i][1] = T::mul(T::template place<1>(w[i][q]), scale[i]);
-                d[i][2] = T::mul(T::template place<2>(w[i][q]), scale[i]);
-                d[i][3] = T::mul(T::template place<3>(w[i][q]), scale[i]);
+                decode_word<T>(w[i][q], scale[i], d[i]);
             }
             uint32_t v[4];  // x0 x4, x1 x5, x2 x6, x3 x7, as `place` pairs the weights
             if constexpr (FIRST) {

@@ -14,7 +14,17 @@ from sglang_sm120.kernels.moe.grouped_gemm_middle.config import DEFAULT_ORDER, M
 from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.kernels.moe.w4a16 import LayerShape
 
-__all__ = ["DEFAULT_ORDER", "MiddleConfig", "choose", "grouped_gemm_middle", "unsupported_reason", "workspace_bytes"]
+__all__ = [
+    "DEFAULT_ORDER",
+    "SOURCE",
+    "MiddleConfig",
+    "choose",
+    "grouped_gemm_middle",
+    "unsupported_reason",
+    "workspace_bytes",
+]
+
+SOURCE = kernel.SOURCE
 
 
 def unsupported_reason(
@@ -48,7 +58,7 @@ def grouped_gemm_middle(
     expert_offset: int = 0,
     num_global_experts: int | None = None,
     config: MiddleConfig | None = None,
-    order: str = DEFAULT_ORDER,
+    order: str | None = None,
 ) -> Tensor:
     """Run both GEMMs and what is between them, for every slot s = t * k + j with an expert of this rank.
 
@@ -63,7 +73,7 @@ def grouped_gemm_middle(
         activation: see MoeActivation.
         expert_offset, num_global_experts: as in fused_moe.
         config: kernels and grids; `choose` by default.
-        order: of the tiles, "column_major" or "row_major"; the result has the same bits.
+        order: of the tiles, "column_major" or "row_major", or None for DEFAULT_ORDER; the result has the same bits.
 
     Returns:
         Tensor [T * k, H] of hidden_states' dtype, new; skipped slots are NOT written: `sum_slots` skips them too.
@@ -94,5 +104,5 @@ def grouped_gemm_middle(
         expert_offset=expert_offset,
         num_global_experts=num_global_experts,
         config=config,
-        order=order,
+        order=order or DEFAULT_ORDER,
     )

@@ -8,7 +8,7 @@ from sglang_sm120.kernels.moe.expert_schedule import api as schedules
 from sglang_sm120.kernels.moe.w4a16 import LayerShape
 
 BLOCK_ROWS = (16, 32, 48, 64)
-DEFAULT_ORDER = "row_major"  # docs/measurements.md#moe-bytes: fewer bytes than column_major on an H200, and faster
+DEFAULT_ORDER = "row_major"  # docs/measurements.md#moe-bytes: fewer bytes than column_major on an H200
 GENERAL_BLOCK_ROWS = 32
 THREADS = 256
 MAX_SHARED_BYTES = 101_376  # a block's most on compute capability 12.x

@@ -4,7 +4,7 @@
 // 128 ("a chunk"); weights and scales go to registers in 16-byte loads, one chunk ahead. Here a decoded weight meets up
 // to 64 rows of x, so x is what has to be shared: a CTA of 8 warps stages 128 k of a block of rows in shared memory
 // (cp.async, STAGES deep) and all its warps multiply it. GEMM1 of a gated layer: 4 warps hold 128 gate rows, 4 the same
-// up rows. Otherwise 8 warps hold 256 rows. The grid is persistent; tiles come in the order of the schedule.
+// up rows. Otherwise 8 warps hold 256 rows. The grid is persistent; tiles are dealt out in the order of the schedule.
 //
 // x is stored "interleaved": every 8 elements along k in the order 0 4 1 5 2 6 3 7, the pairs in which weights are
 // decoded. interleave_rows makes that of hidden states, GEMM1 writes its result so.
@@ -89,36 +89,31 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmMiddleArgs& p) {
         __device__ __forceinline__ int rows() const { return packed & 255; }
     };
     const auto locate = [&](unsigned id) {
-        const int4 info = p.block_info[id / columns];
-        const unsigned local = id - info.y * columns, blocks = info.z;
-        unsigned m = 0, column = local;
-        if (blocks > 1) {
-            m = p.row_major ? local / columns : local % blocks;
-            column = p.row_major ? local % columns : local / blocks;
-        }
-        return Place{info.x << 8 | min(info.w - int(m) * BLOCK_ROWS, BLOCK_ROWS), int(info.y + m), int(column)};
+        const TilePlace at = locate_tile(p.block_info, id, columns, p.row_major);
+        return Place{at.info.x << 8 | min(at.info.w - int(at.m) * BLOCK_ROWS, BLOCK_ROWS), int(at.info.y + at.m), int(at.column)};
     };
 
     // ---- weights: where a lane reads ----
-    const uint8_t *weight = nullptr, *scale = nullptr;
-    int first_row = 0;  // this lane's rows of the half: first_row + 32 i
+    const uint8_t* weight = nullptr;
+    uint32_t scale = 0;  // in 16 bytes from p.blockscale
+    int first_row = 0;   // this lane's rows of the half: first_row + 32 i
     const auto point_weights = [&](const Place& at) {
         const int nt = at.column * WN + wn, first = (nt >> 2) * 128 + (nt & 3) * 8 + g;
+        scale = unsigned(at.expert()) * unsigned(expert_scale_bytes / 16) + (t >> 1) * 32;
         if constexpr (GENERAL) {
             weight = p.weight + int64_t(at.expert()) * p.rows * row_bytes + t * 16;
-            scale = p.blockscale + int64_t(at.expert()) * expert_scale_bytes + (t >> 1) * 512;
             first_row = first;
         } else {
             const int row = half * p.n + first;
             weight = p.weight + (int64_t(at.expert()) * p.rows + row) * row_bytes + t * 16;
-            scale = p.blockscale + int64_t(at.expert()) * expert_scale_bytes + (row >> 7) * scale_tiles * 512 + (row & 31) * 16 + (t >> 1) * 512;
+            scale += (row >> 7) * scale_tiles * 32 + (row & 31);
         }
     };
     const auto load_weights = [&](int chunk, uint32_t (&w)[4][4], uint32_t (&s)[4]) {
         if constexpr (!GENERAL) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) load(weight + (i * 32 * row_bytes + chunk * 64), w[i]);
-            load(scale + chunk * 1024, s);
+            load(p.blockscale + size_t(scale + chunk * 64) * 16, s);
         } else {
             const bool valid = chunk * 128 + t * 32 < p.k;
 #pragma unroll
@@ -126,37 +121,47 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmMiddleArgs& p) {
                 s[i] = w[i][0] = w[i][1] = w[i][2] = w[i][3] = 0;
                 if (!valid) continue;
                 const int row = half * p.n + min(first_row + 32 * i, p.n - 1);  // rows beyond the last are computed and dropped
-                const int row_of_scales = (row >> 7) * (scale_tiles * 512) + (row & 31) * 16 + ((row >> 5) & 3) * 4;
                 load(weight + (row * row_bytes + chunk * 64), w[i]);
-                s[i] = *reinterpret_cast<const uint32_t*>(scale + (row_of_scales + chunk * 1024));
+                s[i] = *reinterpret_cast<const uint32_t*>(p.blockscale + size_t(scale + chunk * 64) * 16 + scale_row_offset(row, scale_tiles));
             }
         }
     };
 
     // ---- x: a thread copies 16 bytes of every 16th row of a chunk ----
+    // GEMM1 gathers rows, and a thread keeps where its own are. GEMM2's lie one after another, and where a tile's begin
+    // is in shared memory, written a tile ahead: it has no registers left for that.
+    struct XPlace {
+        uint32_t first;  // in 16 bytes from p.x
+        int rows;
+    };
+    constexpr int X_PLACES = 4;
+    __shared__ XPlace x_places[FIRST ? 1 : X_PLACES];
     const int unit = threadIdx.x % 16, copy_row = threadIdx.x / 16;
-    uint32_t x_row[ROWS_PER_THREAD];  // in 16 bytes from p.x
+    uint32_t x_row[FIRST ? ROWS_PER_THREAD : 1];  // in 16 bytes from p.x
     int x_rows = 0;
     const auto point_x = [&](const Place& at) {
         x_rows = at.rows();
 #pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; ++i) {
-            const int row = copy_row + 16 * i, real = at.block * BLOCK_ROWS + (row < at.rows() ? row : 0);
-            x_row[i] = (FIRST ? unsigned(p.sorted_slots[real]) / unsigned(p.top_k) : unsigned(real)) * unsigned(p.k / 8);
-        }
+        for (int i = 0; i < ROWS_PER_THREAD; ++i)
+            x_row[i] = unsigned(p.sorted_slots[at.block * BLOCK_ROWS + copy_row + 16 * i]) / unsigned(p.top_k) * unsigned(p.k / 8);
     };
-    const auto copy_x = [&](int chunk, int stage) {
+    const auto keep_x_place = [&](int i, const Place& at) {
+        if (threadIdx.x == 0) x_places[i % X_PLACES] = {unsigned(at.block) * BLOCK_ROWS * unsigned(p.k / 8), at.rows()};
+    };
+    const auto copy_x = [&](int x_tile, int chunk, int stage) {
+        XPlace at = {0, x_rows};
+        if constexpr (!FIRST) at = x_places[x_tile % X_PLACES];
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; ++i) {
             const int row = copy_row + 16 * i;
-            if (row >= ((x_rows + 7) & ~7)) continue;  // eight rows that are not there are not multiplied
+            if (row >= at.rows) continue;  // what lies there instead gives columns of the MMA that nobody stores
             // Units 16 bytes apart in k go to different banks for the eight lanes that read together.
             uint8_t* to = shared + stage * STAGE_BYTES + row * 256 + (unit ^ ((unit >> 2 & 2) | (row & 1))) * 16;
             if (GENERAL && chunk * 128 + unit * 8 >= p.k) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(to)[j] = 0;
             } else {
-                copy_async(to, p.x + (size_t(x_row[i]) + chunk * 16 + unit) * 16);
+                copy_async(to, p.x + (size_t(FIRST ? x_row[i] : at.first + row * (p.k / 8)) + chunk * 16 + unit) * 16);
             }
         }
     };
@@ -238,31 +243,40 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmMiddleArgs& p) {
     };
 
     // Three cursors over the same sequence of (tile, chunk): x is copied STAGES - 1 ahead, weights are loaded one ahead.
-    int tile = blockIdx.x;
-    if (tile >= total) {
+    // Tile i of this CTA is the schedule's blockIdx.x + i * gridDim.x.
+    const int tiles = (total - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+    if (tiles <= 0) {
         if (!FIRST) grid_dependency_wait();
         return;
     }
-    Place current = locate(tile), next = current, ahead = current;
+    const auto locate_own = [&](int i) { return locate(blockIdx.x + i * gridDim.x); };
+    Place current = locate_own(0), next = current, ahead = current;
     uint32_t weight_a[4][4], weight_b[4][4], scale_a[4], scale_b[4];
     point_weights(current);
     load_weights(0, weight_a, scale_a);
-    if constexpr (!FIRST) {
+    if (tiles > 1) ahead = locate_own(1);
+    if constexpr (FIRST) {
+        point_x(current);
+    } else {
+        keep_x_place(0, current);
+        keep_x_place(1, ahead);
+        __syncthreads();
         grid_dependency_wait();
         grid_dependency_launch();
     }
-    int x_tile = tile, x_chunk = 0;
-    point_x(current);
-    ahead = tile + int(gridDim.x) < total ? locate(tile + int(gridDim.x)) : current;
+    int x_tile = 0, x_chunk = 0;
     const auto copy_next = [&](int to_stage) {
-        if (x_tile < total) {
-            copy_x(x_chunk, to_stage);
+        if (x_tile < tiles) {
+            copy_x(x_tile, x_chunk, to_stage);
             if (++x_chunk == chunks) {
                 x_chunk = 0;
-                x_tile += gridDim.x;
-                if (x_tile < total) {
-                    point_x(ahead);
-                    if (x_tile + int(gridDim.x) < total) ahead = locate(x_tile + int(gridDim.x));
+                ++x_tile;
+                if constexpr (FIRST) {
+                    if (x_tile < tiles) point_x(ahead);
+                    if (x_tile + 1 < tiles) ahead = locate_own(x_tile + 1);
+                } else {
+                    // Read after the next barrier at the earliest.
+                    if (x_tile + 1 < tiles && threadIdx.x == 0) keep_x_place(x_tile + 1, locate_own(x_tile + 1));
                 }
             }
         }
@@ -270,14 +284,14 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmMiddleArgs& p) {
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) copy_next(i);
-    int chunk = 0, stage = 0;
+    int tile = 0, chunk = 0, stage = 0;
     const int lane_bytes = g * 256 + t * 64, twist = (t & 2) | (g & 1);
     clear();
 
     const auto step = [&](uint32_t (&w)[4][4], uint32_t (&s)[4], uint32_t (&next_w)[4][4], uint32_t (&next_s)[4]) -> bool {
-        const bool last = chunk + 1 == chunks, more = !last || tile + int(gridDim.x) < total;
+        const bool last = chunk + 1 == chunks, more = !last || tile + 1 < tiles;
         if (last && more) {
-            next = locate(tile + int(gridDim.x));
+            next = locate_own(tile + 1);
             point_weights(next);
         }
         const int next_chunk = last ? 0 : chunk + 1;
@@ -296,10 +310,7 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmMiddleArgs& p) {
             for (int i = 0; i < 4; ++i) {
                 if (q == 0) factor[i] = T::template scale<0>(s[i]);
                 if (q == 2) factor[i] = T::template scale<1>(s[i]);
-                d[i][0] = T::mul(T::template place<0>(w[i][q]), factor[i]);
-                d[i][1] = T::mul(T::template place<1>(w[i][q]), factor[i]);
-                d[i][2] = T::mul(T::template place<2>(w[i][q]), factor[i]);
-                d[i][3] = T::mul(T::template place<3>(w[i][q]), factor[i]);
+                decode_word<T>(w[i][q], factor[i], d[i]);
             }
 #pragma unroll
             for (int b = 0; b < NB; ++b) {
@@ -323,7 +334,7 @@ __device__ __forceinline__ void grouped_gemm(const GroupedGemmMiddleArgs& p) {
             if (!more) return false;
             clear();
             current = next;
-            tile += gridDim.x;
+            ++tile;
         }
         return true;
     };

@@ -8,7 +8,9 @@ from torch import Tensor
 from sglang_sm120.errors import ContractError, UnsupportedError
 from sglang_sm120.kernels.moe.sum_slots import kernel, reference
 
-__all__ = ["sum_slots", "unsupported_reason"]
+__all__ = ["SOURCE", "sum_slots", "unsupported_reason"]
+
+SOURCE = kernel.SOURCE
 
 
 def unsupported_reason(*, hidden_size: int, dtype: torch.dtype) -> str | None:
