@@ -7,7 +7,7 @@ from sglang_sm120.kernels.moe.w4a16 import LayerShape
 NATIVE_BACKENDS = ("decode", "middle", "prefill")
 BACKENDS = ("reference", *NATIVE_BACKENDS)
 
-# Mean rows an expert up to which decode wins over middle in W4A16. docs/measurements.md#moe: on an H200 decode wins at
+# Mean rows an expert up to which decode wins over middle in W4A16. measured_h200.json: on an H200 decode wins at
 # 2 and 4, middle at 8; not measured on SM120.
 DECODE_MEAN_ROWS = 6
 
