@@ -32,8 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="check this installation and say how to fix what is wrong")
     commands.add_parser("flags", help="list the flags that `sglang serve` takes from this package")
     _add_bench(commands)
+    _add_tune(commands)
+    _add_status(commands)
     args = parser.parse_args(argv)
-    return {"demo": _demo, "doctor": _doctor, "flags": _flags, "bench": _bench}[args.command](args)
+    return {"demo": _demo, "doctor": _doctor, "flags": _flags, "bench": _bench, "tune": _tune, "status": _status}[
+        args.command
+    ](args)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,6 +52,33 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "checked against the reference first; a wrong one is not timed. docs/benchmarking.md says what is measured.",
     )
     add_moe_arguments(moe, _BASELINES)
+
+
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_sm120.tune.options import add_tune_arguments
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure every MoE runner on this machine and write the profile that the server chooses by",
+        description="Times one layer of your model by every runner that covers it, at each token count, over random "
+        "NVFP4 weights on this GPU. Every candidate is checked against the reference first; a wrong one is not timed. "
+        "The result is a profile, by which `sglang serve --enable-sm120-opts` takes the fastest for each batch. "
+        "docs/tuning.md says what is measured.",
+    )
+    add_tune_arguments(tune)
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    status = commands.add_parser(
+        "status",
+        help="what a running server does with its MoE layers",
+        description="Asks a server that runs with --enable-sm120-opts --enable-metrics. docs/metrics.md says what the "
+        "numbers count.",
+    )
+    status.add_argument("url", metavar="URL", help="the server, as http://HOST:PORT")
+    status.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    status.add_argument("--watch", type=float, metavar="S", help="again every S seconds, until Ctrl-C")
+    status.add_argument("--api-key", metavar="KEY", help="the server's --api-key, if it has one")
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -76,6 +107,31 @@ def _bench(args: argparse.Namespace) -> int:
 
     try:
         return run(moe_options(args))
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from sglang_sm120.errors import Sm120Error
+    from sglang_sm120.tune.options import tune_options
+
+    try:
+        options = tune_options(args)
+        from sglang_sm120.tune.run import run
+
+        return run(options)
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _status(args: argparse.Namespace) -> int:
+    from sglang_sm120.errors import Sm120Error
+    from sglang_sm120.status import run
+
+    try:
+        return run(args.url, as_json=args.json, watch_s=args.watch, api_key=args.api_key)
     except Sm120Error as error:
         print(error, file=sys.stderr)
         return 1

@@ -40,10 +40,10 @@ PROMPTS = (
     'def join_path(*parts):\n    """Join two or more ',
 )
 
-NEAR_TIE_NATS = 0.05
+NEAR_TIE_NATS = 0.2
 """On a GPU the server computes in float16 and the reference in float32: where the reference holds two tokens closer
-than this, either is right. On the CPU both compute in float32, agree far more closely, and the bound does not matter.
-Evidence: docs/measurements.md#demo."""
+than this, either is right; a wrong scale or expert is off by more than 1. On the CPU both compute in float32, agree far
+more closely, and the bound does not matter. Evidence: docs/measurements.md#demo."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ def _run(console: Console, new_tokens: int, log: str | None) -> int:
 
 
 def server_args(has_cuda: bool, is_sm120: bool) -> list[str]:
-    """Arguments of the demonstration's server: our reference runner, weight-only numerics, small pools."""
-    args = ["--enable-sm120-opts", "--sm120-moe-backend", "reference", "--sm120-moe-numerics", "w4a16"]
+    """Arguments of the demonstration's server: our kernels on a GPU, else the reference; W4A16; small pools."""
+    runner = "native" if has_cuda else "reference"
+    args = ["--enable-sm120-opts", "--sm120-moe-backend", runner, "--sm120-moe-numerics", "w4a16"]
     if not is_sm120:
         args.append("--sm120-emulate")
     if has_cuda:

@@ -50,18 +50,37 @@ OPTIONS: tuple[Option, ...] = (
         "sm120_moe_backend",
         str,
         "auto",
-        "Which runner serves NVFP4 mixture-of-experts layers. auto: the stock FlashInfer CUTLASS path on an SM120 GPU, "
-        "reference under emulation. flashinfer_cutlass: the stock path, with its weights checked. reference: plain "
-        "torch with exact NVFP4 semantics, slow, to check the others against.",
-        choices=("auto", "flashinfer_cutlass", "reference"),
+        "Which runner serves NVFP4 mixture-of-experts layers. auto: for each batch the one that this machine's profile "
+        "(`sglang-sm120 tune`) has as the fastest; without a profile our kernels up to 64 tokens and the stock path "
+        "above. native: our kernels. flashinfer_cutlass: the stock path, with its weights checked. b12x: the kernels "
+        "that FlashInfer brings under this name. reference: plain torch with exact NVFP4 semantics, slow, to check the "
+        "others against.",
+        choices=("auto", "native", "flashinfer_cutlass", "b12x", "reference"),
     ),
     Option(
         "sm120_moe_numerics",
         str,
         "auto",
-        "Activations of our own MoE runners. w4a4: quantised to NVFP4 as the checkpoint was calibrated (what the stock "
-        "path does). w4a16: kept in the model's dtype. auto: w4a4 where the checkpoint has input scales, else w4a16.",
+        "Activations of NVFP4 MoE layers. w4a4: quantised to NVFP4 as the checkpoint was calibrated (what the stock "
+        "path does). w4a16: kept in the model's dtype, by every runner. auto: each runner its own: native w4a16, the "
+        "stock path w4a4, and reference w4a4 where the checkpoint has input scales.",
         choices=("auto", "w4a4", "w4a16"),
+    ),
+    Option(
+        "sm120_moe_profile",
+        str,
+        "",
+        "The profile to choose MoE runners by, a file that `sglang-sm120 tune` wrote on this machine. Left out: the "
+        "file that it writes by default, if that is there and fits.",
+    ),
+    Option(
+        "sm120_verify",
+        str,
+        "auto",
+        "Before the server is ready, run every MoE runner that it may use on the real weights of the first, a middle "
+        "and the last layer, and compare with reference. auto: a runner that is wrong is not used, and one that was "
+        "asked for by name stops the server. strict: any that is wrong stops it. off: no check.",
+        choices=("auto", "off", "strict"),
     ),
     Option(
         "sm120_emulate",
@@ -82,14 +101,14 @@ class Sm120Options:
     enable_sm120_opts: bool = False
     sm120_moe_backend: str = "auto"
     sm120_moe_numerics: str = "auto"
+    sm120_moe_profile: str = ""
+    sm120_verify: str = "auto"
     sm120_emulate: bool = False
 
     @property
-    def moe_runner(self) -> str:
-        """What `sm120_moe_backend` stands for: on auto the stock kernels, or the reference under emulation."""
-        if self.sm120_moe_backend != "auto":
-            return self.sm120_moe_backend
-        return "reference" if self.sm120_emulate else "flashinfer_cutlass"
+    def needs_own_runner(self) -> bool:
+        """Whether the stock path cannot serve: another runner was asked for by name, or there is no SM120 GPU."""
+        return self.sm120_moe_backend not in ("auto", "flashinfer_cutlass") or self.sm120_emulate
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.as_dict(),)
@@ -123,7 +142,7 @@ def add_cli_args(parser: Any) -> None:
             group.add_argument(option.flag, action="store_true", default=None, help=option.help)
         else:
             # `choices` are checked in `resolve`, so that a variable or a keyword gets the same message.
-            metavar = "{" + ",".join(option.choices) + "}"
+            metavar = "{" + ",".join(option.choices) + "}" if option.choices else "FILE"
             group.add_argument(option.flag, type=str, default=None, metavar=metavar, help=option.help)
 
 
@@ -204,6 +223,8 @@ def _parse(option: Option, value: Any, source: str) -> Any:
         if text in _TRUE or text in _FALSE:
             return text in _TRUE
         raise ConfigError(f"{source}={value!r}", "1 or 0", f"set {source} to 1 or 0")
+    if not option.choices:
+        return str(value)
     if value not in option.choices:
         raise ConfigError(
             f"{source}={value!r}", f"one of {', '.join(option.choices)}", _nearest(str(value), option.choices)
@@ -237,13 +258,19 @@ def _check_contradictions(options: Sm120Options, explicit: list[str]) -> None:
         raise ConfigError(
             "--sm120-moe-numerics w4a16 with --sm120-moe-backend flashinfer_cutlass",
             "a runner that keeps activations unquantised; the stock CUTLASS path always quantises them",
-            "use --sm120-moe-backend reference, or drop --sm120-moe-numerics",
+            "use --sm120-moe-backend native, or drop --sm120-moe-numerics",
+        )
+    if options.sm120_moe_profile and options.sm120_moe_backend != "auto":
+        raise ConfigError(
+            f"--sm120-moe-profile with --sm120-moe-backend {options.sm120_moe_backend}",
+            "--sm120-moe-backend auto: a profile chooses among runners",
+            "drop one of the two",
         )
     if options.sm120_moe_backend == "flashinfer_cutlass" and options.sm120_emulate:
         raise ConfigError(
             "--sm120-moe-backend flashinfer_cutlass with --sm120-emulate",
             "an SM120 GPU: the stock CUTLASS kernels cannot be emulated",
-            "use --sm120-moe-backend reference, or drop --sm120-emulate on an SM120 GPU",
+            "use --sm120-moe-backend native or reference, or drop --sm120-emulate on an SM120 GPU",
         )
 
 

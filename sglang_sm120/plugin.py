@@ -31,11 +31,13 @@ def register() -> None:
 
 
 def _install() -> None:
-    from sglang_sm120.integration import apply, resolution
+    from sglang_sm120.integration import apply, fp4_gemm, resolution
     from sglang_sm120.integration.hooks import Stage
 
     apply.require_version()
     resolution.register()
+    if asked_for(sys.argv, os.environ):
+        fp4_gemm.add_choice()
     apply.install(Stage.PROCESS)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if (

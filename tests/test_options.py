@@ -31,10 +31,12 @@ def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None
     assert not resolve({"enable_sm120_opts": False}, {"SGLANG_SM120_ENABLE": "1"}).enable_sm120_opts
 
 
-def test_auto_is_the_stock_path_and_the_reference_under_emulation() -> None:
-    assert _parse("--enable-sm120-opts").moe_runner == "flashinfer_cutlass"
-    assert _parse("--enable-sm120-opts", "--sm120-emulate").moe_runner == "reference"
-    assert _parse("--enable-sm120-opts", "--sm120-moe-backend", "reference").moe_runner == "reference"
+def test_when_the_stock_path_cannot_serve() -> None:
+    assert not _parse("--enable-sm120-opts").needs_own_runner
+    assert not _parse("--enable-sm120-opts", "--sm120-moe-backend", "flashinfer_cutlass").needs_own_runner
+    assert _parse("--enable-sm120-opts", "--sm120-emulate").needs_own_runner
+    for name in ("native", "b12x", "reference"):
+        assert _parse("--enable-sm120-opts", "--sm120-moe-backend", name).needs_own_runner
 
 
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON"])
@@ -62,6 +64,12 @@ def test_true_words(text: str) -> None:
             {},
             "cannot be emulated",
         ),
+        (
+            {"enable_sm120_opts": True, "sm120_moe_backend": "native", "sm120_moe_profile": "p.json"},
+            {},
+            "a profile chooses among runners",
+        ),
+        ({"enable_sm120_opts": True, "sm120_verify": "maybe"}, {}, "--sm120-verify='maybe'"),
     ],
 )
 def test_unknown_and_contradictory_values_stop_with_the_fix(given: dict, environ: dict, says: str) -> None:

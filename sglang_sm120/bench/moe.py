@@ -51,7 +51,7 @@ def run(options: MoeBenchOptions, console: Console | None = None) -> int:
 
     Raises: Sm120Error, with what to do about it.
     """
-    console = console or _console()
+    console = console or terminal()
     if options.plot is not None:
         plot.require_matplotlib()
     if options.from_json is not None:
@@ -67,7 +67,7 @@ def run(options: MoeBenchOptions, console: Console | None = None) -> int:
     return 1 if report.failures(results) else 0
 
 
-def _console() -> Console:
+def terminal() -> Console:
     """The terminal; into a pipe or a file, wide enough that no row of the table is folded."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPE_COLUMNS)
@@ -85,7 +85,7 @@ def load_baseline(name: str) -> Prepare | None:
         return getattr(importlib.import_module(module), function)
     except Exception as error:  # a module may fail in any way while it is imported
         raise ConfigError(
-            f"baseline {name} cannot be imported: {_reason(error)}",
+            f"baseline {name} cannot be imported: {one_line(error)}",
             "an importable MODULE:FUNCTION whose own requirements are installed",
             "install what it needs, put it on PYTHONPATH, or pass --baseline none",
         ) from error
@@ -115,7 +115,7 @@ def _measure_all(options: MoeBenchOptions, console: Console) -> dict[str, Any]:
         for shape in options.models:
             progress.update(task, description=f"{shape.name}: weights")
             results["copy_tb_s"] += copy_tb_s()
-            layers = _Layers(shape, device, machine["l2_bytes"], prepare, options.seed)
+            layers = Layers(shape, device, machine["l2_bytes"], prepare, options.seed)
             for tokens in options.tokens:
                 for routing in options.routings:
                     progress.update(task, description=f"{shape.name}: {tokens} tokens, {routing}")
@@ -136,7 +136,7 @@ def _write(path: str | None, results: dict[str, Any]) -> None:
             raise ConfigError(f"--json {path}: {error}", "a file that can be written", "name another") from error
 
 
-class _Layers:
+class Layers:
     """Copies of one model's layer with different weights, and the baseline over each of them."""
 
     def __init__(
@@ -156,17 +156,19 @@ class _Layers:
             try:
                 self.baseline = [prepare(weights) for weights in self.weights]
             except Exception as error:  # anything: it is reported, and ours are measured
-                self.baseline_failure = f"cannot be prepared: {_reason(error)}"
+                self.baseline_failure = f"cannot be prepared: {one_line(error)}"
 
 
-class _Inputs:
-    """One batch of tokens and the cycle of its routings, on the device."""
+class Inputs:
+    """One batch of tokens and the cycle of its routings, on the device. num_global_experts: ids are of all ranks."""
 
-    def __init__(self, layers: _Layers, cycle: Cycle, generator: torch.Generator) -> None:
+    def __init__(
+        self, layers: Layers, cycle: Cycle, generator: torch.Generator, num_global_experts: int | None = None
+    ) -> None:
         num_tokens, top_k = cycle.topk_ids[0].shape
         hidden = torch.randn(num_tokens, layers.shape.hidden_size, generator=generator)
         router = torch.rand(num_tokens, top_k, generator=generator) + 0.1
-        self.layers, self.cycle = layers, cycle
+        self.layers, self.cycle, self.num_global_experts = layers, cycle, num_global_experts
         self.hidden = hidden.to(layers.device, torch.bfloat16)
         self.router = (router / router.sum(1, keepdim=True)).to(layers.device)
         self.ids = [ids.to(layers.device) for ids in cycle.topk_ids]
@@ -189,17 +191,21 @@ class _Inputs:
 
     def error_of(self, got: Tensor, call: int, numerics: str) -> float:
         """The largest relative error of a token in the output of one call."""
+        return relative_error(got, self.reference(call, numerics))
+
+    def reference(self, call: int, numerics: str) -> Tensor:
+        """What is right for one call; computed once."""
         if (call, numerics) not in self._references:
             weights = self.layers.weights[self.cycle.copies[call]]
             self._references[call, numerics] = reference_output(
-                weights, numerics, self.hidden, self.router, self.ids[call]
+                weights, numerics, self.hidden, self.router, self.ids[call], self.num_global_experts
             )
-        return relative_error(got, self._references[call, numerics])
+        return self._references[call, numerics]
 
 
 @torch.no_grad()
 def measure_point(
-    layers: _Layers, num_tokens: int, routing: str, options: MoeBenchOptions, timer: Timer
+    layers: Layers, num_tokens: int, routing: str, options: MoeBenchOptions, timer: Timer
 ) -> dict[str, Any]:
     """One model, number of tokens and kind of routing: each candidate and the baseline, as the report reads them."""
     shape = layers.shape
@@ -207,7 +213,7 @@ def measure_point(
     cycle = make_cycle(
         shape, routing, num_tokens, num_copies=len(layers.weights), l2_bytes=layers.l2_bytes, generator=generator
     )
-    inputs = _Inputs(layers, cycle, generator)
+    inputs = Inputs(layers, cycle, generator)
     rows: list[dict[str, Any]] = []
     replays: dict[str, Replay] = {}
     outputs: dict[str, list[Tensor]] = {}
@@ -227,7 +233,7 @@ def measure_point(
         except UnsupportedError as reason:
             row["not_covered"] = reason.found
         except Exception as reason:  # one candidate that breaks does not cost the others their times
-            row["failure"] = f"failed: {_reason(reason)}"
+            row["failure"] = f"failed: {one_line(reason)}"
 
     for candidate in candidates(options.backends, options.orders, options.numerics, options.gemms):
         row: dict[str, Any] = {**asdict(candidate), "label": candidate.label}
@@ -237,7 +243,7 @@ def measure_point(
                 row["served_by"] = served_by(candidate, layers.weights[0], inputs.hidden, inputs.router, inputs.ids[0])
                 reason = "the reference serves it here, which is not timed" if row["served_by"] == "reference" else None
         except Exception as error:
-            rows.append({**row, "failure": f"failed: {_reason(error)}"})
+            rows.append({**row, "failure": f"failed: {one_line(error)}"})
             continue
         if reason is not None:
             rows.append({**row, "not_covered": reason})
@@ -268,7 +274,7 @@ def measure_point(
     }
 
 
-def _reason(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """One line."""
     text = error.found if isinstance(error, Sm120Error) else str(error)
     return " ".join(f"{type(error).__name__}: {text}".split())[:300]

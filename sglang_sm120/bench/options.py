@@ -69,7 +69,7 @@ def add_moe_arguments(parser: argparse.ArgumentParser, baselines: dict[str, str]
     add("--model", dest="models", type=model_shape, nargs="+", default=list(MODELS.values()), metavar="MODEL",
         help=f"{', '.join(MODELS)}, or E,k,H,I: experts on a rank, top-k, hidden size, intermediate size on a rank "
         "(default: all three)")  # fmt: skip
-    add("--tokens", type=_counts, default=default.tokens, metavar="N,N,...",
+    add("--tokens", type=counts, default=default.tokens, metavar="N,N,...",
         help=f"tokens a batch (default: {','.join(map(str, TOKENS))})")  # fmt: skip
     for name, dest, allowed, what in (
         ("--routing", "routings", ROUTINGS, "popularity of the experts: equal, or 1 / rank"),
@@ -93,7 +93,7 @@ def add_moe_arguments(parser: argparse.ArgumentParser, baselines: dict[str, str]
     add("--baseline", type=baseline, default="none", metavar=f"none|{'|'.join(baselines)}|MODULE:FUNCTION",
         help="what to compare with: FUNCTION(weights) returns a callable of (hidden_states, topk_weights, topk_ids) "
         "(default: none)")  # fmt: skip
-    add("--repeat", type=_repeat, default=default.repeat, metavar="N",
+    add("--repeat", type=repeats, default=default.repeat, metavar="N",
         help=f"samples of every candidate, {MIN_REPEAT} or more (default: {default.repeat})")  # fmt: skip
     add("--seed", type=int, default=default.seed, metavar="N", help="of weights and routings (default: 0)")
     add("--json", metavar="FILE", help="write everything here, raw samples too; after every point")
@@ -121,7 +121,8 @@ def model_shape(text: str) -> ModelShape:
     return ModelShape(text, experts, top_k, hidden, intermediate)
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers above 0 with commas between, each once."""
     if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers above 0, with commas between, such as 1,16,256")
     return tuple(dict.fromkeys(map(int, text.split(","))))
@@ -141,7 +142,8 @@ class _choices:
         return words
 
 
-def _repeat(text: str) -> int:
+def repeats(text: str) -> int:
+    """A number of samples."""
     if not text.isdecimal() or int(text) < MIN_REPEAT:
         raise argparse.ArgumentTypeError(f"{text!r}: a number, {MIN_REPEAT} or more")
     return int(text)

@@ -8,8 +8,8 @@ from typing import Any
 from sglang_sm120.bench import report
 from sglang_sm120.errors import UnsupportedError
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#6a51a3")
-_MARKERS = "osD^vP*X"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#6a51a3")
+MARKERS = "osD^vP*X"
 _LEGEND_COLUMNS = 4
 _STYLES = {"uniform": "-", "zipf": "--"}
 
@@ -76,7 +76,7 @@ def _style(label: str, labels: list[str], routing: str) -> dict[str, Any]:
     style = {"linestyle": _STYLES.get(routing, "-."), "linewidth": 1.6, "markersize": 5}
     if label == "baseline":
         return {**style, "color": "black", "marker": "x"}
-    return {**style, "color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+    return {**style, "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def _dress(axes: Any, model: str, what: str, rows: list[report.Row]) -> None:

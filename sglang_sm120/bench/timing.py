@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +11,7 @@ import triton
 
 from sglang_sm120.device import current_device
 from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.runners.profile import driver_version
 
 Replay = Callable[[], None]
 
@@ -85,8 +84,8 @@ def copy_tb_s() -> list[float]:
     return [2 * size_bytes / time_us / 1e6 for time_us in samples_us]
 
 
-def require_gpu() -> torch.device:
-    """The current CUDA device.
+def require_gpu(report_option: str = "--from-json") -> torch.device:
+    """The current CUDA device. report_option: what reports an earlier run without one.
 
     Raises: UnsupportedError where there is none.
     """
@@ -95,7 +94,7 @@ def require_gpu() -> torch.device:
         raise UnsupportedError(
             f"this benchmark found {device.name}",
             "a CUDA GPU: times of kernels on anything else say nothing about it",
-            "run it on the machine with the GPU and a CUDA build of torch; --from-json FILE reports without one",
+            f"run it on the machine with the GPU and a CUDA build of torch; {report_option} FILE reports without one",
         )
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -109,18 +108,9 @@ def machine_facts() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": properties.L2_cache_size,
-        "driver": _driver(),
+        "driver": driver_version(),
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "triton": str(triton.__version__),
         "python": platform.python_version(),
     }
-
-
-def _driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "not known (no nvidia-smi)"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.split("\n")[0].strip() or f"not known (nvidia-smi exited with {done.returncode})"

@@ -26,5 +26,9 @@ def register(door: str, register_function: Callable) -> None:
         from sglang_sm120.integration import moe
 
         register_function(moe.serve_layer)
-    elif door != hook("routed_scaling").door:  # that patch corrects SGLang itself: there is nothing to hand over
-        raise KeyError(door)
+    elif door == hook("forward_count").door:
+        from sglang_sm120.integration import metrics
+
+        register_function(metrics.observe_forward)
+    elif door not in (hook("routed_scaling").door, hook("fp4_gemm_backend").door):
+        raise KeyError(door)  # those two patches change SGLang itself: there is nothing to hand over

@@ -67,6 +67,12 @@ _MOE_DOOR = "sglang.srt.layers.moe.moe_runner.layer_override:register_moe_layer_
 _SCALING_PATCH = "0005-moe-apply-routed-scaling-for-compressed-tensors-nvfp4.patch"
 _SCALING_DOOR = "sglang.srt.layers.moe.moe_runner.flashinfer_cutlass:routed_scaling_left_to_runner"
 
+_FORWARD_PATCH = "0006-model-executor-let-a-plugin-see-each-forward-pass.patch"
+_FORWARD_DOOR = "sglang.srt.model_executor.forward_observer:register_forward_observer"
+
+_FP4_PATCH = "0007-quantization-b12x-as-a-choice-of-fp4-gemm-backend-on-sm120.patch"
+_FP4_DOOR = "sglang.srt.layers.quantization.flashinfer_b12x:require_flashinfer_b12x"
+
 _EMULATION_ONLY = "Emulates hardware that is not there, for tests and demonstrations; upstream has no use for it."
 
 EXTENSIONS: tuple[Extension, ...] = (
@@ -88,6 +94,12 @@ EXTENSIONS: tuple[Extension, ...] = (
         "sglang_sm120.integration.resolution:resolve_moe",
         "Checks machine, model and topology before weights load, and selects the CUTLASS weight layout "
         "(stock SGLang leaves NVFP4 without --quantization on a path that fails on SM120).",
+    ),
+    Extension(
+        "fp4_gemm_choice",
+        "sglang.srt.arg_groups.choices.add_fp4_gemm_runner_backend_choices",
+        "sglang_sm120.integration.fp4_gemm:add_choice",
+        "Makes --fp4-gemm-backend take flashinfer_b12x, only where the package was asked for.",
     ),
     Extension(
         "engine_keywords",
@@ -184,6 +196,31 @@ HOOKS: tuple[Hook, ...] = (
         sources={"0.5.23": "8fc100b80ab07f6d"},
         patch=_SCALING_PATCH,
         door=_SCALING_DOOR,
+    ),
+    Hook(
+        name="forward_count",
+        target="sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        kind="after",
+        entry="sglang_sm120.integration.metrics:count_forward",
+        stage=Stage.SCHEDULER,
+        reason="Counts a forward pass for /metrics: in the layers Python does not run when a CUDA graph is replayed.",
+        parameters=("self", "forward_batch"),
+        sources={"0.5.23": "f556cd084e1e41ff"},
+        patch=_FORWARD_PATCH,
+        door=_FORWARD_DOOR,
+    ),
+    Hook(
+        name="fp4_gemm_backend",
+        target="sglang.srt.layers.quantization.fp4_utils.initialize_fp4_gemm_config",
+        kind="around",
+        entry="sglang_sm120.integration.fp4_gemm:initialize",
+        stage=Stage.SCHEDULER,
+        reason="Serves dense NVFP4 layers by FlashInfer's b12x GEMM where --fp4-gemm-backend flashinfer_b12x asks for "
+        "it: SGLang has no name for it. Any other choice goes to SGLang.",
+        parameters=(),
+        sources={"0.5.23": "6276f12cacb750f4"},
+        patch=_FP4_PATCH,
+        door=_FP4_DOOR,
     ),
     Hook(
         name="emulate_modelopt_platform",

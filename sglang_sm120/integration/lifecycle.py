@@ -26,18 +26,47 @@ def on_process_ready(server_args: Any, role: str) -> None:
 
 
 def on_model_ready(model_runner: Any) -> None:
-    """Verify every hook and take the model's MoE layers. Does nothing while the package is off."""
-    options = options_of(model_runner.server_args)
+    """Verify every hook, take the MoE layers and check their runners. Does nothing while the package is off."""
+    server_args = model_runner.server_args
+    options = options_of(server_args)
     if not options.enable_sm120_opts:
         return
-    from sglang_sm120.integration import moe
+    from sglang_sm120.integration import moe, resolution, self_check
+    from sglang_sm120.integration.metrics import METRICS
 
     apply.verify({Stage.PROCESS, *scheduler_stages(options)})
     apply.report_doors()
     if model_runner.startup_weight_load is not None:  # our runners refuse that mode before; the stock path may use it
         logger.warning("sglang-sm120: weights load while graphs are captured, so their scales are not checked")
         return
-    moe.take_layers(model_runner.model, options, is_draft=model_runner.is_draft_worker)
+    problem = None if options.needs_own_runner else resolution.uncovered(server_args)
+    prefill = largest_batch(server_args)
+    taken = moe.take_layers(
+        model_runner.model,
+        options,
+        is_draft=model_runner.is_draft_worker,
+        max_tokens=prefill,
+        server_reason=None if problem is None else problem.found,
+    )
+    if not model_runner.is_draft_worker:
+        METRICS.install(server_args)
+        for layer in taken:
+            METRICS.layers_taken(1, layer.choice)
+    self_check.run(taken, options, captured_batches(server_args), prefill)
+
+
+def largest_batch(server_args: Any) -> int:
+    """Tokens of the largest batch that a MoE layer sees: a prefill, of every rank under DP attention."""
+    chunk = server_args.chunked_prefill_size
+    tokens = chunk if chunk is not None and chunk > 0 else server_args.max_prefill_tokens
+    return tokens * (server_args.dp_size if server_args.enable_dp_attention else 1)
+
+
+def captured_batches(server_args: Any) -> list[int]:
+    """Token counts of the decode graphs, or some where none are captured."""
+    graphs = server_args.cuda_graph_config
+    sizes = graphs.decode.bs if graphs is not None else None
+    return list(sizes) if sizes else [1, 2, 8, 64]
 
 
 def scheduler_stages(options: Sm120Options) -> set[Stage]:

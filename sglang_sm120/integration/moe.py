@@ -1,73 +1,141 @@
-"""Our MoE runners inside SGLang's FusedMoE layer: which layers are taken, from which tensors, and the call itself.
+"""Our MoE runners inside SGLang's FusedMoE layer: which layers are taken, and which runner serves a call.
 
-Everything is read from the one copy of the weights that SGLang prepares for flashinfer_cutlass: w13 rows [up; gate],
-e2m1 packed along K, 128x4-swizzled e4m3 scales. Tensors are looked up at each call, so a weight update or an expert
-rebalancing that rebinds them is followed.
+A taken layer has a table (runners/table.py): the number of tokens of a batch decides, a shape, so there is nothing to
+wait for, and one choice a captured graph. Tensors are looked up at each call, so a weight update that rebinds them is
+followed.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_sm120.errors import ConfigError, UnsupportedError
-from sglang_sm120.integration.routed_scaling import scale_output
-from sglang_sm120.kernels.moe.fused_moe.api import (
-    MoeActivation,
-    Numerics,
-    Nvfp4MoeWeights,
-    fused_moe,
-    unsupported_reason,
+from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.integration import moe_tables
+from sglang_sm120.integration.metrics import METRICS
+from sglang_sm120.integration.moe_weights import (
+    format_of,
+    read_weights,
+    require_global_scales,
+    require_stock_input_scales,
 )
+from sglang_sm120.integration.routed_scaling import output_factor, scale_output
+from sglang_sm120.kernels.moe.fused_moe.api import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.options import Sm120Options
+from sglang_sm120.runners.base import Bound, Choice, LayerSpec
+from sglang_sm120.runners.registry import RUNNERS
+from sglang_sm120.runners.table import RunnerTable
 
 logger = logging.getLogger(__name__)
 
+STOCK = "flashinfer_cutlass"
+"""In a server this runner is SGLang's own path."""
+
 _LAYER_ATTRIBUTE = "_sm120_moe"
 _MAX_LISTED = 4
+_said: set[str] = set()
 
 
-@dataclass(frozen=True)
 class MoeLayer:
-    """One FusedMoE layer that our runner serves. Kept on the layer; holds no tensor of its own."""
+    """One FusedMoE layer that we took. Kept on the layer; holds no tensor of its own."""
 
-    layer: Any
-    numerics: Numerics
-    activation: MoeActivation
-    format: str
+    def __init__(self, name: str, layer: Any, layer_format: str, spec: LayerSpec, table: RunnerTable) -> None:
+        self.name, self.layer, self.format, self.spec, self.table = name, layer, layer_format, spec, table
+        self._bound: dict[Choice, Bound] = {}
+        self._choices: dict[int, Choice] = {}  # by number of tokens
+        self._stock_only = False  # while the self-check calls SGLang's own path
 
-    def weights(self) -> Nvfp4MoeWeights:
+    def weights(self, numerics: str) -> Nvfp4MoeWeights:
         """The layer's prepared tensors, as they are now."""
-        return _WEIGHT_READERS[self.format](self.layer)
+        return read_weights(self.layer, self.format, input_scales=numerics == "w4a4")
 
-    def __call__(self, dispatch_output: Any) -> Any:
-        """StandardDispatchOutput -> StandardCombineInput."""
+    def choice(self, num_tokens: int) -> Choice:
+        """What serves a batch of this size.
+
+        Raises: UnsupportedError, if everything that the table names was struck.
+        """
+        found = self._choices.get(num_tokens)
+        if found is None:
+            ranking = self.table.ranking(num_tokens)
+            if not ranking:
+                raise UnsupportedError(
+                    f"{self.name}: no runner is left for {num_tokens} tokens: "
+                    + "; ".join(f"{choice}: {reason}" for choice, reason in self.table.struck.items()),
+                    "one that covers the layer and passed the self-check",
+                    "use --sm120-moe-backend flashinfer_cutlass, and report this",
+                )
+            found = self._choices[num_tokens] = ranking[0]
+        return found
+
+    def strike(self, choice: Choice, reason: str) -> None:
+        """Never use this choice again."""
+        self.table.strike(choice, reason)
+        self._choices.clear()
+
+    def bound(self, choice: Choice) -> Bound:
+        """The layer by one runner of ours, or by SGLang's own path, without routed_scaling_factor."""
+        if choice not in self._bound:
+            if choice.runner == STOCK:
+                self._bound[choice] = self._run_stock
+            else:
+                weights = self.weights(choice.numerics)
+                self._bound[choice] = RUNNERS[choice.runner].bind(weights, self.spec, choice.numerics)
+        return self._bound[choice]
+
+    def __call__(self, dispatch_output: Any) -> Any | None:
+        """StandardDispatchOutput -> StandardCombineInput, or None: SGLang's own path is to serve it."""
+        if self._stock_only or _is_tuning():
+            return None
+        choice = self.choice(dispatch_output.hidden_states.shape[0])
+        if choice.runner == STOCK:
+            return None
+        reason = _call_reason(dispatch_output)
+        if reason is not None:
+            self._decline(reason)
+            return None
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
-        layer, config = self.layer, self.layer.moe_runner_config
         topk = dispatch_output.topk_output
-        ids_are_global = layer.moe_ep_size > 1 and layer.dispatcher.skip_local_expert_mapping
-        output = fused_moe(
-            dispatch_output.hidden_states,
-            self.weights(),
-            topk.topk_weights,
-            topk.topk_ids,
-            activation=self.activation,
-            numerics=self.numerics,
-            apply_router_weight_on_input=config.apply_router_weight_on_input,
-            expert_offset=layer.moe_ep_rank * layer.num_local_experts if ids_are_global else 0,
-            num_global_experts=layer.num_experts if ids_are_global else None,
-            backend="reference",
+        output = self.bound(choice)(
+            dispatch_output.hidden_states, self.weights(choice.numerics), topk.topk_weights, topk.topk_ids
         )
-        return StandardCombineInput(hidden_states=scale_output(layer, output))
+        return StandardCombineInput(hidden_states=scale_output(self.layer, output))
+
+    def _decline(self, reason: str) -> None:
+        """SGLang's own path serves the call where it may; said once."""
+        if not any(choice.runner == STOCK for choice in self.table.choices()):
+            raise UnsupportedError(
+                f"MoE layer {self.layer.layer_id}: {reason}",
+                "standard dispatch with unquantised hidden states and (ids, weights) of the top-k experts",
+                "use --sm120-moe-backend flashinfer_cutlass",
+            )
+        if reason not in _said:
+            _said.add(reason)
+            METRICS.fallback(reason)
+            logger.info("sglang-sm120: left to SGLang's own MoE path: %s", reason)
+
+    def _run_stock(
+        self, hidden_states: torch.Tensor, _weights: Nvfp4MoeWeights, router: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        self._stock_only = True
+        try:
+            dispatched = StandardDispatchOutput(hidden_states, None, StandardTopKOutput(router, ids, None))
+            output = self.layer.run_moe_core(dispatched).hidden_states
+        finally:
+            self._stock_only = False
+        factor = output_factor(self.layer, output)
+        return output if factor is None else output / factor
 
 
 def run_moe_core(original: Callable, layer: Any, dispatch_output: Any) -> Any:
-    """AROUND FusedMoE.run_moe_core: our runner where the layer was taken, else SGLang's."""
+    """AROUND FusedMoE.run_moe_core: our runner where it is the choice, else SGLang's."""
     served = serve_layer(layer, dispatch_output)
     return original(layer, dispatch_output) if served is None else served
 
@@ -75,20 +143,21 @@ def run_moe_core(original: Callable, layer: Any, dispatch_output: Any) -> Any:
 def serve_layer(layer: Any, dispatch_output: Any) -> Any | None:
     """The combine input of a layer that we took, or None: SGLang's own path serves it."""
     ours = layer.__dict__.get(_LAYER_ATTRIBUTE)
-    if ours is None:
-        return None
-    reason = _call_reason(dispatch_output)
-    if reason is not None:
-        raise UnsupportedError(
-            f"MoE layer {layer.layer_id}: {reason}",
-            "standard dispatch with unquantised hidden states and (ids, weights) of the top-k experts",
-            "use --sm120-moe-backend flashinfer_cutlass",
-        )
-    return ours(dispatch_output)
+    return None if ours is None else ours(dispatch_output)
 
 
-def take_layers(model: torch.nn.Module, options: Sm120Options, *, is_draft: bool = False) -> None:
-    """Check the NVFP4 MoE layers of a loaded model, take those that our runner is to serve, and log one line.
+def take_layers(
+    model: torch.nn.Module,
+    options: Sm120Options,
+    *,
+    is_draft: bool = False,
+    max_tokens: int = 8192,
+    server_reason: str | None = None,
+) -> list[MoeLayer]:
+    """Check the NVFP4 MoE layers of a loaded model, take those that our runners may serve, and log a line or two.
+
+    max_tokens: the largest batch. server_reason: what of the server our runners do not cover; the layers are then left
+    to SGLang (resolution.py has refused the pair where a runner was asked for by name).
 
     Raises: ConfigError for damaged global scales; UnsupportedError if a runner was asked for by name and cannot serve
     every NVFP4 layer, or there is none. A draft model may have none.
@@ -96,83 +165,103 @@ def take_layers(model: torch.nn.Module, options: Sm120Options, *, is_draft: bool
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedMoE)]
-    nvfp4 = [(name, layer, layer_format) for name, layer in layers if (layer_format := _format_of(layer)) is not None]
-    runner = options.moe_runner
+    nvfp4 = [(name, layer, layer_format) for name, layer in layers if (layer_format := format_of(layer)) is not None]
+    asked = options.sm120_moe_backend
+    tables = moe_tables.Tables(options, max_tokens)
     taken: list[MoeLayer] = []
-    declined: list[str] = []
+    declined: list[tuple[str, str]] = []  # the layer's name, and why SGLang's own path serves it
     for name, layer, layer_format in nvfp4:
         if layer.runner_backend is None or not layer.runner_backend.is_flashinfer_cutlass():
-            declined.append(f"{name}: its weights are prepared for {layer.runner_backend}")
+            declined.append((name, f"its weights are prepared for {layer.runner_backend}"))
             continue
-        weights = _WEIGHT_READERS[layer_format](layer)
-        _require_global_scales(name, weights)
-        if runner != "reference":
-            _require_stock_input_scales(name, weights)
-            continue
-        ours = _build(name, layer, layer_format, weights, options)
+        weights = read_weights(layer, layer_format)
+        require_global_scales(name, weights)
+        reason = server_reason or _layer_reason(layer)
+        ours = reason if reason is not None else _build(name, layer, layer_format, weights, tables)
         if isinstance(ours, str):
-            declined.append(f"{name}: {ours}")
-        else:
-            setattr(layer, _LAYER_ATTRIBUTE, ours)
-            taken.append(ours)
-    what = "draft model" if is_draft else "model"
-    if options.sm120_moe_backend != "auto" and not is_draft and (declined or not nvfp4):
+            if asked == STOCK or (asked == "auto" and not options.sm120_emulate):
+                require_stock_input_scales(name, weights)
+            declined.append((name, ours))
+            continue
+        if any(choice.runner == STOCK for choice in ours.table.choices()):
+            require_stock_input_scales(name, weights)
+        setattr(layer, _LAYER_ATTRIBUTE, ours)
+        taken.append(ours)
+    if asked not in ("auto", STOCK) and not is_draft and (declined or not nvfp4):
         raise UnsupportedError(
-            f"--sm120-moe-backend {runner} serves {len(nvfp4) - len(declined)} of {len(nvfp4)} NVFP4 MoE layers"
+            f"--sm120-moe-backend {asked} serves {len(nvfp4) - len(declined)} of {len(nvfp4)} NVFP4 MoE layers"
             + (f" ({_shorten(declined)})" if declined else ""),
             "every NVFP4 MoE layer of the model, and at least one",
             "use --sm120-moe-backend auto, or another checkpoint",
         )
-    if not nvfp4:
-        logger.warning("sglang-sm120: the %s has no NVFP4 MoE layers (of %d): nothing to do", what, len(layers))
+    for _, reason in declined:
+        METRICS.fallback(reason)
+    _report("draft model" if is_draft else "model", taken, declined, len(nvfp4), len(layers), max_tokens)
+    return taken
+
+
+def _report(
+    what: str, taken: list[MoeLayer], declined: list[tuple[str, str]], num_nvfp4: int, num_layers: int, max_tokens: int
+) -> None:
+    if not num_nvfp4:
+        logger.warning("sglang-sm120: the %s has no NVFP4 MoE layers (of %d): nothing to do", what, num_layers)
         return
-    by_runner = f"MoE runner {runner} serves {len(nvfp4) - len(declined)} of {len(nvfp4)} layers of the {what}"
-    numerics = " in " + " and ".join(sorted({layer.numerics for layer in taken})) if taken else ", scales checked"
-    left = f"; left to SGLang: {_shorten(declined)}" if declined else ""
-    logger.info("sglang-sm120: %s%s%s", by_runner, numerics, left)
+    by_table: dict[tuple[str, str], list[MoeLayer]] = {}
+    for ours in taken:
+        by_table.setdefault((ours.table.describe(), ours.table.source), []).append(ours)
+    for (described, source), layers in by_table.items():
+        logger.info(
+            "sglang-sm120: MoE runners of %d of %d layers of the %s: %s (%s); at most %.0f MiB beside the result for "
+            "%d tokens", len(layers), num_nvfp4, what, described, source,
+            max(_workspace_bytes(ours, max_tokens) for ours in layers) / 2**20, max_tokens,
+        )  # fmt: skip
+        for choice, reason in layers[0].table.struck.items():
+            logger.info("sglang-sm120: not %s: %s", choice, reason)
+    if declined:
+        left = f"{len(declined)} of {num_nvfp4} MoE layers of the {what} left to SGLang: {_shorten(declined)}"
+        logger.info("sglang-sm120: %s", left)
 
 
-def _shorten(reasons: list[str]) -> str:
-    more = len(reasons) - _MAX_LISTED
-    return "; ".join(reasons[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
+def _workspace_bytes(ours: MoeLayer, num_tokens: int) -> int:
+    """Of what serves the largest batch, if that is a runner of ours: SGLang's own path accounts for itself."""
+    choice = ours.choice(num_tokens)
+    if choice.runner == STOCK:
+        return 0
+    return RUNNERS[choice.runner].workspace_bytes(ours.weights("w4a16"), ours.spec, choice.numerics, num_tokens)
 
 
-def _build(name: str, layer: Any, layer_format: str, weights: Nvfp4MoeWeights, options: Sm120Options) -> MoeLayer | str:
-    """The taken layer, or why our runner cannot serve it."""
-    reason = _layer_reason(layer)
-    if reason is not None:
-        return reason
-    numerics = _numerics(name, weights, options)
+def _shorten(declined: list[tuple[str, str]]) -> str:
+    more = len(declined) - _MAX_LISTED
+    return "; ".join(f"{name}: {reason}" for name, reason in declined[:_MAX_LISTED]) + (
+        f"; and {more} more" if more > 0 else ""
+    )
+
+
+def _build(
+    name: str, layer: Any, layer_format: str, weights: Nvfp4MoeWeights, tables: moe_tables.Tables
+) -> MoeLayer | str:
+    """The taken layer, or why no runner of ours can serve it."""
     config = layer.moe_runner_config
-    activation = MoeActivation(
-        name=config.activation,
-        alpha=config.gemm1_alpha,
-        beta=config.gemm1_beta,
-        limit=config.gemm1_clamp_limit or config.swiglu_limit,
+    ids_are_global = layer.moe_ep_size > 1 and layer.dispatcher.skip_local_expert_mapping
+    spec = LayerSpec(
+        activation=MoeActivation(
+            name=config.activation,
+            alpha=config.gemm1_alpha,
+            beta=config.gemm1_beta,
+            limit=config.gemm1_clamp_limit or config.swiglu_limit,
+        ),
+        hidden_dtype=layer.params_dtype,
+        top_k=layer.top_k or 1,
+        apply_router_weight_on_input=config.apply_router_weight_on_input,
+        expert_offset=layer.moe_ep_rank * layer.num_local_experts if ids_are_global else 0,
+        num_global_experts=layer.num_experts if ids_are_global else None,
     )
-    dtype = layer.params_dtype
-    reason = unsupported_reason(weights, activation=activation, numerics=numerics, hidden_dtype=dtype)
-    return reason if reason is not None else MoeLayer(layer, numerics, activation, layer_format)
-
-
-def _numerics(name: str, weights: Nvfp4MoeWeights, options: Sm120Options) -> Numerics:
-    """What to do with activations: as asked, else W4A4 where the layer has the scales for it."""
-    if options.sm120_moe_numerics == "w4a16":
-        return "w4a16"
-    fault = _input_scale_fault(weights)
-    if fault is None:
-        return "w4a4"
-    if options.sm120_moe_numerics == "auto":
-        return "w4a16"
-    raise ConfigError(
-        f"{name}: {fault}",
-        "activation scales that are finite and above zero, for W4A4",
-        "calibrate the checkpoint's activations again, or pass --sm120-moe-numerics w4a16",
-    )
+    table = tables.of(name, weights, spec)
+    return table if isinstance(table, str) else MoeLayer(name, layer, layer_format, spec, table)
 
 
 def _layer_reason(layer: Any) -> str | None:
-    """What of the layer, apart from its weights, our runner does not cover."""
+    """What of the layer, apart from its weights, our runners do not cover."""
     config = layer.moe_runner_config
     if config.no_combine:
         return "no_combine is not covered"
@@ -188,7 +277,7 @@ def _layer_reason(layer: Any) -> str | None:
 
 
 def _call_reason(dispatch_output: Any) -> str | None:
-    """What of one call our runner does not cover."""
+    """What of one call our runners do not cover."""
     from sglang.srt.layers.moe.topk import TopKOutputChecker
 
     if not dispatch_output.format.is_standard():
@@ -200,89 +289,7 @@ def _call_reason(dispatch_output: Any) -> str | None:
     return None
 
 
-def _format_of(layer: Any) -> str | None:
-    """ "modelopt", "compressed-tensors", or None if the layer is not NVFP4."""
-    from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe import (
-        CompressedTensorsW4A4Nvfp4MoE,
-    )
-    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
-
-    if isinstance(layer.quant_method, ModelOptNvFp4FusedMoEMethod):
-        return "modelopt"
-    return "compressed-tensors" if isinstance(layer.scheme, CompressedTensorsW4A4Nvfp4MoE) else None
-
-
-def _modelopt_weights(layer: Any) -> Nvfp4MoeWeights:
-    return Nvfp4MoeWeights(
-        w13_weight=layer.w13_weight,
-        w13_blockscale=layer.w13_blockscale_swizzled,
-        w13_global_scale=layer.w13_weight_scale_2,
-        w2_weight=layer.w2_weight,
-        w2_blockscale=layer.w2_blockscale_swizzled,
-        w2_global_scale=layer.w2_weight_scale_2,
-        w13_input_scale=1 / layer.w13_input_scale_quant,
-        w2_input_scale=1 / layer.w2_input_scale_quant,
-        w13_order="up_gate",
-        is_gated=layer.moe_runner_config.is_gated,
-    )
-
-
-def _compressed_tensors_weights(layer: Any) -> Nvfp4MoeWeights:
-    """The format stores reciprocals; SGLang keeps the gate's and up's apart in w13_weight_global_scale."""
-    return Nvfp4MoeWeights(
-        w13_weight=layer.w13_weight,
-        w13_blockscale=layer.w13_weight_scale,
-        w13_global_scale=1 / layer.w13_weight_global_scale,
-        w2_weight=layer.w2_weight,
-        w2_blockscale=layer.w2_weight_scale,
-        w2_global_scale=layer.w2_weight_scale_2,
-        w13_input_scale=1 / layer.w13_input_scale_quant,
-        w2_input_scale=1 / layer.w2_input_scale_quant,
-        w13_order="up_gate",
-        is_gated=layer.moe_runner_config.is_gated,
-    )
-
-
-_WEIGHT_READERS: dict[str, Callable[[Any], Nvfp4MoeWeights]] = {
-    "modelopt": _modelopt_weights,
-    "compressed-tensors": _compressed_tensors_weights,
-}
-
-
-def _fault(scale: torch.Tensor | None) -> str | None:
-    """The first value that is not finite and above zero, or None."""
-    if scale is None:
-        return "missing"
-    bad = scale[~(torch.isfinite(scale) & (scale > 0))]
-    return f"{bad.flatten()[0].item():g}" if bad.numel() else None
-
-
-def _require_global_scales(name: str, weights: Nvfp4MoeWeights) -> None:
-    """Field report 8: a zero or NaN global scale multiplies every expert by it, silently."""
-    for label, scale in (("w13_weight", weights.w13_global_scale), ("w2_weight", weights.w2_global_scale)):
-        fault = _fault(scale)
-        if fault is not None:
-            raise ConfigError(
-                f"{name}: the global scale of {label} is {fault}",
-                "a global scale that is finite and above zero, for every expert",
-                "export the checkpoint again",
-            )
-
-
-def _require_stock_input_scales(name: str, weights: Nvfp4MoeWeights) -> None:
-    """The stock path divides by them, whatever they are."""
-    fault = _input_scale_fault(weights)
-    if fault is not None:
-        raise ConfigError(
-            f"{name}: {fault}",
-            "activation scales that are finite and above zero: the stock path always quantises activations",
-            "use --sm120-moe-backend reference --sm120-moe-numerics w4a16, or calibrate the checkpoint again",
-        )
-
-
-def _input_scale_fault(weights: Nvfp4MoeWeights) -> str | None:
-    for label, scale in (("w13", weights.w13_input_scale), ("w2", weights.w2_input_scale)):
-        fault = _fault(scale)
-        if fault is not None:
-            return f"the activation scale of {label} is {fault}"
-    return None
+def _is_tuning() -> bool:
+    """Whether FlashInfer is tuning its kernels just now: it has to see the calls, or the stock path stays untuned."""
+    autotuner = sys.modules.get("flashinfer.autotuner")
+    return autotuner is not None and autotuner.AutoTuner.get().is_tuning_mode

@@ -55,8 +55,9 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
         if facts.nvfp4_format:
             options = _resolve_from_checkpoint(server_args, view, facts, options)
     _resolve_backend(server_args, view, facts, options)
-    if options.moe_runner == "reference":
-        _require_covered(view)
+    problem = uncovered(view)
+    if problem is not None and options.needs_own_runner:
+        raise problem
     if options.sm120_emulate:
         _resolve_emulation(server_args, view)
 
@@ -106,19 +107,14 @@ def _require_checkpoint(facts: CheckpointFacts, view: Any, options: Sm120Options
 
 def _needs_input_scales(facts: CheckpointFacts, options: Sm120Options) -> bool:
     """Whether this server would quantise activations under the checkpoint's scales."""
-    if options.moe_runner == "reference":
+    if options.needs_own_runner:
         return options.sm120_moe_numerics == "w4a4"
     if options.sm120_moe_backend == "flashinfer_cutlass":
         return True
-    # The stock path: SGLang fills a missing scale with 1.0, which it accepts for weight-only checkpoints; one that is
-    # zero or NaN gives garbage.
-    missing = all(problem.missing for problem in facts.input_problems)
-    if missing:
-        logger.warning(
-            "sglang-sm120: %s; the stock path quantises activations all the same. "
-            "--sm120-moe-backend reference --sm120-moe-numerics w4a16 does not.", facts.input_problems[0].found,
-        )  # fmt: skip
-    return not missing
+    if options.sm120_moe_numerics == "w4a16":
+        return False
+    # Without any the layers are served in W4A16; one that is zero or NaN gives garbage on the stock path.
+    return not all(problem.missing for problem in facts.input_problems)
 
 
 def _resolve_backend(server_args: Any, view: Any, facts: CheckpointFacts | None, options: Sm120Options) -> None:
@@ -142,32 +138,33 @@ def _resolve_backend(server_args: Any, view: Any, facts: CheckpointFacts | None,
         logger.warning("sglang-sm120: MoE layers are left to --moe-runner-backend %s, as asked", requested)
 
 
-def _require_covered(view: Any) -> None:
-    """What of a server our MoE runners do not cover."""
+def uncovered(view: Any) -> UnsupportedError | None:
+    """What of a server our MoE runners do not cover. On auto its layers are left to SGLang."""
     if view.moe_a2a_backend != "none":
-        raise UnsupportedError(
+        return UnsupportedError(
             f"--moe-a2a-backend {view.moe_a2a_backend}",
             "the standard dispatcher (none) for our MoE runners",
             "drop --moe-a2a-backend, or use --sm120-moe-backend flashinfer_cutlass",
         )
     if view.startup_weight_load_mode != "serial":
-        raise UnsupportedError(
+        return UnsupportedError(
             f"--startup-weight-load-mode {view.startup_weight_load_mode}",
             "weights that are there when the model is built, to be checked",
             "drop --startup-weight-load-mode, or use --sm120-moe-backend flashinfer_cutlass",
         )
     if view.enable_eplb:
-        raise UnsupportedError(
+        return UnsupportedError(
             "--enable-eplb",
             "experts that stay where they are: expert rebalancing was not tested with our MoE runners",
             "drop --enable-eplb, or use --sm120-moe-backend flashinfer_cutlass",
         )
     if view.enable_lora or view.lora_paths:
-        raise UnsupportedError(
+        return UnsupportedError(
             "LoRA adapters, which replace the MoE layer's core",
             "a server without LoRA for our MoE runners",
             "drop the LoRA flags, or use --sm120-moe-backend flashinfer_cutlass",
         )
+    return None
 
 
 def _resolve_from_checkpoint(
@@ -176,7 +173,9 @@ def _resolve_from_checkpoint(
     """Settings that only the files tell; the options as they are after that."""
     if facts.has_plain_shared_experts:
         _keep_shared_experts_apart(server_args, view)
-    if options.moe_runner == "reference" and options.sm120_moe_numerics == "auto" and not facts.has_input_scales:
+    stock = options.sm120_moe_backend == "flashinfer_cutlass"
+    if not stock and options.sm120_moe_numerics == "auto" and not facts.has_input_scales:
+        logger.info("sglang-sm120: the checkpoint has no activation scales: its experts are served in W4A16")
         # SGLang fills a missing scale with 1.0, so the loaded layer would not show it.
         options = dataclasses.replace(options, sm120_moe_numerics="w4a16")
         setattr(server_args, ATTRIBUTE, options)

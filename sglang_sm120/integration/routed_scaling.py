@@ -13,12 +13,16 @@ from typing import Any
 import torch
 
 
+def output_factor(layer: Any, output: torch.Tensor) -> float | None:
+    """The factor that is left to the runner of this layer, or None."""
+    factor = layer.moe_runner_config.routed_scaling_factor
+    return None if not output.is_cuda or layer.should_fuse_routed_scaling_factor_in_topk else factor
+
+
 def scale_output(layer: Any, output: torch.Tensor) -> torch.Tensor:
     """A runner's output, multiplied by routed_scaling_factor where that is left to the runner; in place."""
-    factor = layer.moe_runner_config.routed_scaling_factor
-    if not output.is_cuda or factor is None or layer.should_fuse_routed_scaling_factor_in_topk:
-        return output
-    return output.mul_(factor)
+    factor = output_factor(layer, output)
+    return output if factor is None else output.mul_(factor)
 
 
 def apply_weights(original: Callable, scheme: Any, layer: Any, dispatch_output: Any) -> Any:

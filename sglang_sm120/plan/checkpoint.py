@@ -24,6 +24,7 @@ GROUP_SIZE = 16
 _EXPERT_WEIGHT = re.compile(r"^(?P<linear>.*\.experts\.\d+\.[^.]+)\.(?P<leaf>weight|weight_packed)$")
 _SHARED_EXPERT_WEIGHT = re.compile(r"\.shared_experts?\.[^.]+\.weight$")
 _MAX_LISTED = 3
+_EXPERTS_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,10 @@ def inspect_checkpoint(model_path: str | Path) -> CheckpointFacts | None:
     config = _read_json(path / "config.json")
     if config is None:
         return None
-    text_config = config.get("text_config") or {}
+    text_config = _text_config(config)
     num_experts = next(
-        (c[key] for c in (config, text_config) for key in ("num_experts", "n_routed_experts", "num_local_experts")
-         if isinstance(c.get(key), int)),
-        None,
-    )  # fmt: skip
+        (c[key] for c in (config, text_config) for key in _EXPERTS_KEYS if isinstance(c.get(key), int)), None
+    )
     declared = _declared_format(config, _read_json(path / "hf_quant_config.json"))
     if declared is None:
         return CheckpointFacts(path, None, num_experts)
@@ -124,9 +123,62 @@ def inspect_checkpoint(model_path: str | Path) -> CheckpointFacts | None:
     )
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The routed experts of one layer over all ranks, as config.json has them.
+
+    intermediate_size: of one expert, and of one half where it is gated. activation: None if the config names none.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str | None
+
+
+def routed_experts(model_path: str | Path) -> RoutedExperts:
+    """Read the sizes of a model's MoE layers from config.json, by the names of any of the families that have them.
+
+    Raises: ConfigError: the file is missing or damaged, or does not describe routed experts.
+    """
+    file = Path(model_path) / "config.json"
+    whole = _read_json(file)
+    if whole is None:
+        raise ConfigError(f"{file} cannot be read", "a checkpoint's folder", "name the folder that config.json is in")
+    config = next((c for c in (whole, _text_config(whole)) if any(key in c for key in _EXPERTS_KEYS)), {})
+    # Where experts have no size of their own (Mixtral), intermediate_size is theirs. Elsewhere it is a dense layer's.
+    own_size = ("moe_intermediate_size", *(("intermediate_size",) if "num_local_experts" in config else ()))
+
+    def size(*keys: str) -> int:
+        key = next((key for key in keys if config.get(key) is not None), None)
+        value = None if key is None else config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found = f"has no {' or '.join(keys)}" if key is None else f"has {key} = {value!r}"
+            raise ConfigError(
+                f"{file} {found}", "a mixture-of-experts model's sizes", "give the layer as four numbers E,k,H,I"
+            )
+        return value
+
+    activation = config.get("hidden_act") or config.get("hidden_activation") or config.get("mlp_hidden_act")
+    return RoutedExperts(
+        num_experts=size(*_EXPERTS_KEYS),
+        top_k=size("num_experts_per_tok"),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size(*own_size),
+        activation=None if activation is None else str(activation),
+    )
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a model that takes more than text keeps its language model's values."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
+
+
 def _declared_format(config: dict[str, Any], hf_quant: dict[str, Any] | None) -> str | None:
     """The NVFP4 format that the config declares, or None."""
-    quant = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    quant = config.get("quantization_config") or _text_config(config).get("quantization_config") or {}
     if quant.get("quant_method") == "compressed-tensors":
         return "compressed-tensors" if "nvfp4" in str(quant.get("format", "")) else None
     legacy = (hf_quant or {}).get("quantization") or {}

@@ -44,7 +44,7 @@ class FakeTimer:
 
 def point(prepare: Any = None, tokens: int = 5, **options: Any) -> dict[str, Any]:
     """measure_point on the CPU, with the fake clock."""
-    layers = moe._Layers(SMALL, torch.device("cpu"), L2_BYTES, prepare, seed=0)
+    layers = moe.Layers(SMALL, torch.device("cpu"), L2_BYTES, prepare, seed=0)
     chosen = {"models": (SMALL,), "backends": ("prefill",), "baseline": "some.baseline:prepare", **options}
     return moe.measure_point(layers, tokens, "uniform", MoeBenchOptions(**chosen), FakeTimer())
 
@@ -149,7 +149,7 @@ def test_what_the_timed_replays_left_is_checked_too() -> None:
             outputs[-1].zero_()
             return super().elapsed_us(replay, count)
 
-    layers = moe._Layers(SMALL, torch.device("cpu"), L2_BYTES, prepare, seed=0)
+    layers = moe.Layers(SMALL, torch.device("cpu"), L2_BYTES, prepare, seed=0)
     options = MoeBenchOptions(models=(SMALL,), backends=("prefill",), baseline="some.baseline:prepare")
     ours, baseline = moe.measure_point(layers, 5, "uniform", options, Spoils())["rows"]
     assert "samples_us" in ours

@@ -11,6 +11,7 @@ import pytest
 from sglang_sm120 import demo
 from sglang_sm120.testing.checkpoints import ReferenceModel, dequantize_checkpoint
 from sglang_sm120.testing.perplexity import collect_held_out_text, held_out_perplexity
+from tests.e2e.conftest import ON_GPU
 
 METRICS = json.loads((demo.MODEL / "metrics.json").read_text())
 
@@ -43,10 +44,10 @@ def test_the_demonstration(capfd: pytest.CaptureFixture[str], tmp_path: Path) ->
     log = tmp_path / "server.log"
     assert demo.run(new_tokens=12, log=str(log)) == 0
     out = capfd.readouterr().out
-    assert "MoE runner reference serves 4 of 4 layers of the model" in out
+    assert f"MoE runners of 4 of 4 layers of the model: {'native' if ON_GPU else 'reference'} w4a16" in out
     assert "every token is right" in out
     assert "def binary_search(items, target):" in out
-    assert "MoE runner reference" in log.read_text()
+    assert "MoE runners of 4 of 4" in log.read_text()
     leftovers = [p.name() for p in psutil.Process().children(recursive=True) if "sglang" in " ".join(p.cmdline())]
     assert not leftovers
 

@@ -26,11 +26,13 @@ def test_our_runner_through_the_doors(checkpoints, tmp_path: Path) -> None:
             "enable_sm120_opts": True,
             "sm120_moe_backend": "reference",
             "sm120_moe_numerics": "w4a16",
+            "sm120_moe_profile": "",
+            "sm120_verify": "auto",
             "sm120_emulate": True,
         }
         log = server.our_lines()
-        assert "sglang-sm120: MoE runner reference serves 2 of 2 layers of the model in w4a16" in log
+        assert any("MoE runners of 2 of 2 layers of the model: reference w4a16 for every batch" in line for line in log)
         doors = {hook.door for hook in HOOKS if hook.door}
-        assert len(doors) == 4
+        assert len(doors) == 5
         for door in doors:
             assert any(line.startswith(f"sglang-sm120: {door} is there; ") for line in log), log

@@ -29,7 +29,7 @@ def test_a_renamed_target_is_named(hook: Hook, changed_tree) -> None:
     assert f"{name} is not in" in problem.found
 
 
-@every_hook
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.parameters], ids=lambda hook: hook.name)
 def test_a_changed_signature_is_named(hook: Hook, changed_tree) -> None:
     gone = hook.parameters[-1]
     tree = changed_tree(hook, lambda text: re.sub(rf"\b{gone}\b", gone + "_2", text))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sglang_sm120.errors import ConfigError, UnsupportedError
-from sglang_sm120.integration.moe import run_moe_core, take_layers
+from sglang_sm120.integration import moe_tables, self_check
+from sglang_sm120.integration.moe import STOCK, run_moe_core, take_layers
 from sglang_sm120.kernels.quantization.nvfp4.api import (
     amax_global_scale,
     dequantize_nvfp4,
@@ -17,6 +18,9 @@ from sglang_sm120.kernels.quantization.nvfp4.api import (
     swizzle_blockscale,
 )
 from sglang_sm120.options import Sm120Options
+from sglang_sm120.runners.base import Choice
+from sglang_sm120.runners.native import ReferenceRunner
+from sglang_sm120.runners.table import Row, RunnerTable
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS = 4, 64, 128, 5
 REFERENCE = Sm120Options(enable_sm120_opts=True, sm120_moe_backend="reference", sm120_moe_numerics="w4a16")
@@ -69,6 +73,7 @@ def make_layer(types, *, experts: slice = slice(None), ep_size: int = 1, ep_rank
     layer.runner_backend = types.Backend.FLASHINFER_CUTLASS
     layer.dispatcher = SimpleNamespace(skip_local_expert_mapping=True)
     layer.layer_id, layer.params_dtype = 3, torch.float32
+    layer.top_k = 2
     layer.num_experts, layer.num_local_experts = EXPERTS, len(range(EXPERTS)[experts])
     layer.moe_ep_size, layer.moe_ep_rank, layer.num_fused_shared_experts = ep_size, ep_rank, 0
     layer.should_fuse_routed_scaling_factor_in_topk = True
@@ -142,7 +147,7 @@ def test_auto_leaves_layers_to_the_stock_path(sglang_types, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO):
         take_layers(model_of(layer), AUTO)
     assert run_moe_core(lambda layer, tokens: "stock", layer, dispatch(sglang_types)) == "stock"
-    assert "MoE runner flashinfer_cutlass serves 1 of 1 layers of the model, scales checked" in caplog.text
+    assert "MoE runners of 1 of 1 layers of the model: flashinfer_cutlass w4a4 for every batch" in caplog.text
 
 
 @pytest.mark.parametrize("options", [REFERENCE, AUTO])
@@ -199,7 +204,8 @@ def test_a_layer_that_is_not_covered(change, reason: str, sglang_types, caplog: 
     assert reason in str(caught.value)
     with caplog.at_level(logging.INFO):
         take_layers(model_of(good, bad), Sm120Options(True, sm120_emulate=True))
-    assert "serves 1 of 2 layers of the model in w4a4; left to SGLang: layer1: " in caplog.text
+    assert "MoE runners of 1 of 2 layers of the model: reference w4a4 for every batch" in caplog.text
+    assert "1 of 2 MoE layers of the model left to SGLang: layer1: " in caplog.text
     assert reason in caplog.text
 
 
@@ -216,3 +222,127 @@ def test_a_call_that_is_not_covered_is_refused(sglang_types) -> None:
     take_layers(model_of(layer), REFERENCE)
     with pytest.raises(UnsupportedError, match="MoE layer 3: hidden states quantised before dispatch"):
         run_moe_core(stock, layer, dispatch(sglang_types, scale=torch.ones(1)))
+
+
+REFERENCE_W4A16, STOCK_W4A4 = Choice("reference", "w4a16"), Choice(STOCK, "w4a4")
+
+
+@pytest.fixture
+def switching(monkeypatch: pytest.MonkeyPatch):
+    """Layers get a table: reference up to 3 tokens, SGLang's own path above."""
+
+    def table(*_args) -> RunnerTable:
+        rows = (Row(3, (REFERENCE_W4A16, STOCK_W4A4)), Row(None, (STOCK_W4A4, REFERENCE_W4A16)))
+        return RunnerTable(rows, "test")
+
+    monkeypatch.setattr(moe_tables.Tables, "of", table)
+
+
+def first_tokens(types, count: int, **more):
+    whole = dispatch(types, **more)
+    topk = whole.topk_output
+    return types.Dispatch(
+        whole.hidden_states[:count],
+        whole.hidden_states_scale,
+        types.TopK(topk.topk_weights[:count], topk.topk_ids[:count], None),
+    )
+
+
+def served(layer, dispatch_output):
+    return run_moe_core(lambda layer, tokens: STOCK, layer, dispatch_output)
+
+
+def test_the_number_of_tokens_decides(switching, sglang_types) -> None:
+    layer = make_layer(sglang_types)
+    (ours,) = take_layers(model_of(layer), AUTO)
+    assert served(layer, first_tokens(sglang_types, 4)) == STOCK
+    got = served(layer, first_tokens(sglang_types, 3)).hidden_states
+    torch.testing.assert_close(got.double(), expected(dispatch(sglang_types))[:3], rtol=0, atol=1e-5)
+    ours.strike(REFERENCE_W4A16, "wrong")
+    assert served(layer, first_tokens(sglang_types, 3)) == STOCK
+    ours.strike(STOCK_W4A4, "wrong too")
+    with pytest.raises(UnsupportedError, match="no runner is left for 3 tokens: reference w4a16: wrong; flashinfer"):
+        served(layer, first_tokens(sglang_types, 3))
+
+
+def test_tuning_sees_the_stock_path(switching, sglang_types, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(sglang_types)
+    take_layers(model_of(layer), AUTO)
+    tuner = SimpleNamespace(is_tuning_mode=True)
+    module = SimpleNamespace(AutoTuner=SimpleNamespace(get=lambda: tuner))
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer.autotuner", module)
+    assert served(layer, first_tokens(sglang_types, 2)) == STOCK
+    tuner.is_tuning_mode = False
+    assert served(layer, first_tokens(sglang_types, 2)) != STOCK
+
+
+def test_a_call_that_is_not_covered_goes_to_the_stock_path_on_auto(
+    switching, sglang_types, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = make_layer(sglang_types)
+    take_layers(model_of(layer), AUTO)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert served(layer, first_tokens(sglang_types, 2, scale=torch.ones(1))) == STOCK
+    assert caplog.text.count("left to SGLang's own MoE path: hidden states quantised before dispatch") == 1
+
+
+def test_what_of_a_server_is_not_covered_leaves_its_layers_to_sglang(sglang_types, caplog) -> None:
+    layer = make_layer(sglang_types)
+    with caplog.at_level(logging.INFO):
+        assert take_layers(model_of(layer), AUTO, server_reason="--enable-eplb") == []
+    assert "1 of 1 MoE layers of the model left to SGLang: layer0: --enable-eplb" in caplog.text
+    assert served(layer, dispatch(sglang_types)) == STOCK
+
+
+@pytest.fixture
+def layers_with_a_stock_path(sglang_types, monkeypatch: pytest.MonkeyPatch):
+    """Five taken layers whose stock path is right, or off by a factor."""
+
+    def make(factor: float, options: Sm120Options):
+        def stock_path(layer, dispatch_output):
+            bound = ReferenceRunner().bind(None, layer._sm120_moe.spec, "w4a4")
+            topk = dispatch_output.topk_output
+            weights = layer._sm120_moe.weights("w4a4")
+            output = bound(dispatch_output.hidden_states, weights, topk.topk_weights, topk.topk_ids)
+            return SimpleNamespace(hidden_states=output * factor)
+
+        layers = [make_layer(sglang_types) for _ in range(5)]
+        taken = take_layers(model_of(*layers), options)
+        monkeypatch.setattr(
+            sglang_types.FusedMoE, "run_moe_core", lambda self, tokens: run_moe_core(stock_path, self, tokens)
+        )
+        return taken
+
+    return make
+
+
+def test_the_self_check_passes_what_is_right(switching, layers_with_a_stock_path, caplog) -> None:
+    taken = layers_with_a_stock_path(1.0, AUTO)
+    with caplog.at_level(logging.INFO):
+        findings = self_check.run(taken, AUTO, [1, 2, 8], 32)
+    assert {finding.layer for finding in findings} == {"layer0", "layer2", "layer4"}
+    assert {finding.choice for finding in findings} == {STOCK_W4A4} and all(finding.passed for finding in findings)
+    assert "self-check of 3 MoE layers at " in caplog.text and "flashinfer_cutlass w4a4 right" in caplog.text
+    assert taken[0].table.ranking(100)[0] == STOCK_W4A4
+
+
+def test_the_self_check_strikes_a_wrong_stock_path(switching, layers_with_a_stock_path, caplog) -> None:
+    taken = layers_with_a_stock_path(2.0, AUTO)
+    with caplog.at_level(logging.INFO):
+        self_check.run(taken, AUTO, [1, 2, 8], 32)
+    assert all(ours.choice(100) == REFERENCE_W4A16 for ours in taken), "every layer, not only those that were checked"
+    assert "flashinfer_cutlass w4a4 WRONG, not used" in caplog.text
+    strict = Sm120Options(enable_sm120_opts=True, sm120_verify="strict")
+    with pytest.raises(UnsupportedError, match=r"the self-check failed: .*flashinfer_cutlass w4a4"):
+        self_check.run(layers_with_a_stock_path(2.0, AUTO), strict, [1, 2, 8], 32)
+    off = Sm120Options(enable_sm120_opts=True, sm120_verify="off")
+    assert self_check.run(layers_with_a_stock_path(2.0, AUTO), off, [1, 2, 8], 32) == []
+
+
+def test_nothing_is_left_after_the_self_check(layers_with_a_stock_path) -> None:
+    taken = layers_with_a_stock_path(2.0, Sm120Options(enable_sm120_opts=True, sm120_moe_backend=STOCK))
+    for ours in taken:
+        ours.strike(Choice("reference", "w4a4"), "not here")
+    with pytest.raises(UnsupportedError, match="no runner is left"):
+        self_check.run(taken, AUTO, [1, 2], 32)

@@ -175,12 +175,8 @@ def fused_moe(
         _check_weights(weights, hidden_states.device)
         _check_routing(hidden_states, weights, topk_weights, topk_ids, apply_router_weight_on_input)
         _check_expert_range(weights, topk_ids, expert_offset, num_global_experts)
-    _need(
-        backend == "auto" or backend in config.BACKENDS,
-        f"backend {backend!r}",
-        f"auto, {', '.join(config.BACKENDS)}",
-        "leave it out",
-    )
+    if backend != "auto" and backend not in config.BACKENDS:
+        raise ContractError(f"backend {backend!r}", f"auto, {', '.join(config.BACKENDS)}", "leave it out")
     if hidden_states.shape[0] == 0:
         return torch.empty(0, weights.hidden_size, dtype=hidden_states.dtype, device=hidden_states.device)
     # Opaque where a graph is traced; called directly elsewhere, which spares the dispatcher.
@@ -212,22 +208,24 @@ def fused_moe(
     )
 
 
-def _need(holds: bool, found: str, needed: str, fix: str) -> None:
-    if not holds:
-        raise ContractError(found, needed, fix)
-
-
 def _need_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    _need(tensor.device == device, f"{name} is on {tensor.device}", f"{device}, as hidden_states", f"move {name} there")
+    if tensor.device != device:
+        raise ContractError(
+            f"{name} is on {tensor.device}",
+            f"{device}, as hidden_states",
+            f"move {name} there",
+        )
 
 
 def _check_weights(weights: Nvfp4MoeWeights, device: torch.device) -> None:
     for name in ("w13_weight", "w2_weight"):
         dims = getattr(weights, name).dim()
-        _need(dims == 3, f"{name} has {dims} dimensions", "[experts, rows, K / 2]", "stack the experts")
+        if dims != 3:
+            raise ContractError(f"{name} has {dims} dimensions", "[experts, rows, K / 2]", "stack the experts")
     experts, hidden, intermediate = weights.num_experts, weights.hidden_size, weights.intermediate_size
     rows = (2 if weights.is_gated else 1) * intermediate
-    _need(weights.w13_order in W13_ORDERS, f"w13_order is {weights.w13_order!r}", " or ".join(W13_ORDERS), "name it")
+    if weights.w13_order not in W13_ORDERS:
+        raise ContractError(f"w13_order is {weights.w13_order!r}", " or ".join(W13_ORDERS), "name it")
 
     one_or_experts = [[], [1], [experts]]
     shapes: dict[str, list[list[int]]] = {
@@ -244,70 +242,72 @@ def _check_weights(weights: Nvfp4MoeWeights, device: torch.device) -> None:
         tensor = getattr(weights, name)
         if tensor is None:  # only the input scales can be
             continue
-        _need(
-            list(tensor.shape) in allowed,
-            f"{name} has shape {list(tensor.shape)}",
-            f"{' or '.join(map(str, allowed))} for {experts} experts, hidden size {hidden}, intermediate size "
-            f"{intermediate}, is_gated={weights.is_gated}",
-            "pass one layer's tensors as flashinfer_cutlass gets them, block scales swizzled, each half of w13 padded",
-        )
+        if list(tensor.shape) not in allowed:
+            raise ContractError(
+                f"{name} has shape {list(tensor.shape)}",
+                f"{' or '.join(map(str, allowed))} for {experts} experts, hidden size {hidden}, intermediate size "
+                f"{intermediate}, is_gated={weights.is_gated}",
+                "pass tensors as flashinfer_cutlass gets them: block scales swizzled, each half of w13 padded",
+            )
         _need_device(name, tensor, device)
-        if name.endswith(("global_scale", "input_scale")):
-            _need(tensor.dtype == torch.float32, f"{name} is {tensor.dtype}", "float32", "convert it to float32")
+        if name.endswith(("global_scale", "input_scale")) and tensor.dtype != torch.float32:
+            raise ContractError(f"{name} is {tensor.dtype}", "float32", "convert it to float32")
 
 
 def _check_routing(
     hidden_states: Tensor, weights: Nvfp4MoeWeights, topk_weights: Tensor, topk_ids: Tensor, on_input: bool
 ) -> None:
-    _need(
-        hidden_states.dim() == 2 and hidden_states.shape[1] == weights.hidden_size,
-        f"hidden_states has shape {list(hidden_states.shape)}",
-        f"[T, {weights.hidden_size}], the hidden size of the weights",
-        "flatten the tokens to one dimension and pass the weights of the same layer",
-    )
+    if not (hidden_states.dim() == 2 and hidden_states.shape[1] == weights.hidden_size):
+        raise ContractError(
+            f"hidden_states has shape {list(hidden_states.shape)}",
+            f"[T, {weights.hidden_size}], the hidden size of the weights",
+            "flatten the tokens to one dimension and pass the weights of the same layer",
+        )
     num_tokens = hidden_states.shape[0]
-    _need(
-        topk_ids.dim() == 2 and topk_ids.shape[0] == num_tokens and topk_weights.shape == topk_ids.shape,
-        f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}",
-        f"both [{num_tokens}, k], for {num_tokens} tokens",
-        "pass the router's two results for these tokens",
-    )
+    if not (topk_ids.dim() == 2 and topk_ids.shape[0] == num_tokens and topk_weights.shape == topk_ids.shape):
+        raise ContractError(
+            f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}",
+            f"both [{num_tokens}, k], for {num_tokens} tokens",
+            "pass the router's two results for these tokens",
+        )
     integer = topk_ids.dtype in (torch.int32, torch.int64)
-    _need(integer, f"topk_ids is {topk_ids.dtype}", "int32 or int64", "convert it")
-    _need(topk_weights.is_floating_point(), f"topk_weights is {topk_weights.dtype}", "a float dtype", "convert it")
+    if not integer:
+        raise ContractError(f"topk_ids is {topk_ids.dtype}", "int32 or int64", "convert it")
+    if not topk_weights.is_floating_point():
+        raise ContractError(f"topk_weights is {topk_weights.dtype}", "a float dtype", "convert it")
     _need_device("topk_ids", topk_ids, hidden_states.device)
     _need_device("topk_weights", topk_weights, hidden_states.device)
-    _need(
-        not on_input or topk_ids.shape[1] == 1,
-        f"apply_router_weight_on_input with k = {topk_ids.shape[1]}",
-        "k = 1: one input cannot carry several weights",
-        "apply the weights to the outputs",
-    )
+    if not (not on_input or topk_ids.shape[1] == 1):
+        raise ContractError(
+            f"apply_router_weight_on_input with k = {topk_ids.shape[1]}",
+            "k = 1: one input cannot carry several weights",
+            "apply the weights to the outputs",
+        )
 
 
 def _check_expert_range(
     weights: Nvfp4MoeWeights, topk_ids: Tensor, expert_offset: int, num_global_experts: int | None
 ) -> None:
     if num_global_experts is None:
-        _need(
-            expert_offset == 0,
-            f"expert_offset {expert_offset} without num_global_experts",
-            "both, when topk_ids are global; neither, when they are local",
-            "pass num_global_experts, or map the ids and pass no offset",
-        )
+        if expert_offset != 0:
+            raise ContractError(
+                f"expert_offset {expert_offset} without num_global_experts",
+                "both, when topk_ids are global; neither, when they are local",
+                "pass num_global_experts, or map the ids and pass no offset",
+            )
         kind, limit = "local", weights.num_experts
     else:
-        _need(
-            0 <= expert_offset <= num_global_experts - weights.num_experts,
-            f"experts {expert_offset} to {expert_offset + weights.num_experts} of {num_global_experts} global ones",
-            "a range inside 0 to num_global_experts",
-            "pass expert_offset = ep_rank * local experts and the experts of all ranks",
-        )
+        if not (0 <= expert_offset <= num_global_experts - weights.num_experts):
+            raise ContractError(
+                f"experts {expert_offset} to {expert_offset + weights.num_experts} of {num_global_experts} global ones",
+                "a range inside 0 to num_global_experts",
+                "pass expert_offset = ep_rank * local experts and the experts of all ranks",
+            )
         kind, limit = "global", num_global_experts
     # Reading a value costs nothing on the CPU; on a GPU it would wait for the stream and break a capture.
-    if topk_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        _need(
-            bool((topk_ids < limit).all()),
+    on_cpu = topk_ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and not bool((topk_ids < limit).all()):
+        raise ContractError(
             f"topk_ids holds an id of {limit} or more",
             f"ids below {limit}, the number of {kind} experts; -1 to skip",
             "if the ids are global, pass num_global_experts and expert_offset",
