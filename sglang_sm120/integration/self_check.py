@@ -35,9 +35,9 @@ def run(taken: Sequence[MoeLayer], options: Sm120Options, captured: Sequence[int
     findings: list[Finding] = []
     layers = [taken[i] for i in sorted({0, len(taken) // 2, len(taken) - 1})]
     for ours in layers:
-        for served, choices in _by_counts(ours, counts).items():
+        for (served, skips), choices in _by_inputs(ours, counts).items():
             candidates = {choice: ours.bound(choice) for choice in choices}
-            findings += check_layer(ours.name, ours.weights("w4a4"), ours.spec, candidates, served)
+            findings += check_layer(ours.name, ours.weights("w4a4"), ours.spec, candidates, served, skips=skips)
     failed = [finding for finding in findings if not finding.passed]
     for line in describe(failed):
         logger.warning("sglang-sm120: self-check: %s", line)
@@ -77,9 +77,13 @@ def run(taken: Sequence[MoeLayer], options: Sm120Options, captured: Sequence[int
     return findings
 
 
-def _by_counts(ours: MoeLayer, counts: Sequence[int]) -> dict[tuple[int, ...], list[Choice]]:
-    """The layer's choices by the token counts that they cover; without the reference, to which they are held."""
-    found: dict[tuple[int, ...], list[Choice]] = {}
+def _by_inputs(ours: MoeLayer, counts: Sequence[int]) -> dict[tuple[tuple[int, ...], bool], list[Choice]]:
+    """The layer's choices by what they are checked with: the token counts that they cover, and whether ids are -1.
+
+    Without the reference, to which they are held. SGLang's own path is not shown ids that it would not meet: the check
+    must not break what would have served.
+    """
+    found: dict[tuple[tuple[int, ...], bool], list[Choice]] = {}
     weights = ours.weights("w4a4")
     for choice in ours.table.choices():
         if choice.runner == "reference":
@@ -91,7 +95,7 @@ def _by_counts(ours: MoeLayer, counts: Sequence[int]) -> dict[tuple[int, ...], l
                 n for n in counts if runner.unsupported_reason(weights, ours.spec, choice.numerics, n) is None
             )
         if covered:
-            found.setdefault(covered, []).append(choice)
+            found.setdefault((covered, choice.runner != STOCK), []).append(choice)
     return found
 
 

@@ -95,6 +95,7 @@ def check_layer(
     token_counts: Sequence[int],
     *,
     seed: int = 0,
+    skips: bool = True,
 ) -> list[Finding]:
     """Hold each candidate, at each batch size, against the reference in its numerics.
 
@@ -102,6 +103,7 @@ def check_layer(
         candidates: what `MoeRunner.bind` gave, by choice. An exception in one is a finding.
         token_counts: each 1 or more. The reference runs once, for the largest: rows do not depend on other rows.
         seed: of the inputs, the same on every device and rank.
+        skips: whether some slots have the id -1. Ids of other ranks come with spec.num_global_experts anyway.
 
     Returns:
         A finding for each candidate and size. Where the reference raises, is all zero or is not finite, ONE failed
@@ -113,7 +115,7 @@ def check_layer(
     counts = sorted(set(token_counts))
     if not counts or counts[0] < 1:
         raise ContractError(f"batch sizes {counts}", "one or more, each above 0", "use default_token_counts()")
-    inputs = _make_inputs(weights, spec, counts[-1], seed)
+    inputs = _make_inputs(weights, spec, counts[-1], seed, skips)
     findings = []
     for numerics in dict.fromkeys(choice.numerics for choice in candidates):
         case = _Case(weights, spec, numerics, *inputs)
@@ -201,12 +203,12 @@ def _compare(got: Tensor, want: Tensor, numerics: str) -> tuple[float, float, bo
     return (error, cosine, error <= most and cosine >= least) if math.isfinite(error) else (math.inf, 0.0, False)
 
 
-def _make_inputs(weights: Nvfp4MoeWeights, spec: LayerSpec, num_tokens: int, seed: int) -> list[Tensor]:
+def _make_inputs(weights: Nvfp4MoeWeights, spec: LayerSpec, num_tokens: int, seed: int, skips: bool) -> list[Tensor]:
     """Hidden states, router weights (of sum 1, but for k = 1, where all would be 1) and ids, drawn on the CPU."""
     generator, device = torch.Generator("cpu").manual_seed(seed), weights.w13_weight.device
     x = torch.randn(num_tokens, weights.hidden_size, generator=generator, device="cpu", dtype=torch.float32)
     x[:, ::257] *= 20  # channels of outliers, as models have
-    ids = _route(num_tokens, weights.num_experts, spec, generator)
+    ids = _route(num_tokens, weights.num_experts, spec, generator, skips)
     drawn, order = torch.rand(2, *ids.shape, generator=generator, device="cpu", dtype=torch.float32)
     router = 0.25 + 0.75 * drawn if spec.top_k == 1 else 0.9 + 0.2 * drawn
     if spec.top_k > 1:  # one leads, so that its scale shows; no slot is so light that a wrong expert in it would not
@@ -216,7 +218,7 @@ def _make_inputs(weights: Nvfp4MoeWeights, spec: LayerSpec, num_tokens: int, see
     return [x.to(device, spec.hidden_dtype), router, ids]
 
 
-def _route(num_tokens: int, num_experts: int, spec: LayerSpec, generator: torch.Generator) -> Tensor:
+def _route(num_tokens: int, num_experts: int, spec: LayerSpec, generator: torch.Generator, skips: bool) -> Tensor:
     """int32 [T, k], distinct in a row, the leading expert first. Experts lead in turn, the last one first; other slots
     go to experts not hit yet, then to any. Two of five rows have a slot of -1 or, with global ids, of another rank.
     """
@@ -228,7 +230,7 @@ def _route(num_tokens: int, num_experts: int, spec: LayerSpec, generator: torch.
     ids = torch.full((num_tokens, spec.top_k), -1, dtype=torch.int32, device="cpu")
     for token in range(num_tokens):
         abroad = token % 5 == 2 and len(foreign) > 0
-        held = min(spec.top_k - (abroad or token % 5 == 3), num_experts)
+        held = min(spec.top_k - (abroad or (skips and token % 5 == 3)), num_experts)
         if held:
             lead = (3 * led + hit + rank).argmin()
             led[lead] += 1

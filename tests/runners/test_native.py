@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_sm120.bench.moe_cases import random_weights
 from sglang_sm120.bench.options import ModelShape
 from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.kernels.moe.fused_moe import api
 from sglang_sm120.kernels.moe.layer import MoeActivation
 from sglang_sm120.runners.base import LayerSpec
 from sglang_sm120.runners.registry import RUNNERS
@@ -49,6 +50,23 @@ def test_weights_that_are_rebound_are_followed() -> None:
     once = bound(x, weights, router, ids)
     twice = bound(x, dataclasses.replace(weights, w2_global_scale=weights.w2_global_scale * 2), router, ids)
     torch.testing.assert_close(twice, once * 2)
+
+
+@pytest.mark.parametrize("numerics", ["w4a16", "w4a4"])
+def test_a_large_batch_is_run_in_parts(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the limit, with the same result, in parts that differ by the last one at most."""
+    weights, native = weights_of(4), RUNNERS["native"]
+    x, router, ids = batch(41, 4)
+    whole = native.bind(weights, SPEC, numerics)(x, weights, router, ids)
+    limit = native.workspace_bytes(weights, SPEC, numerics, 41) // 3
+    monkeypatch.setattr("sglang_sm120.runners.native.WORKSPACE_LIMIT_BYTES", limit)
+    parts: list[int] = []
+    fused_moe = api.fused_moe
+    monkeypatch.setattr(api, "fused_moe", lambda x, *a, **k: (parts.append(len(x)), fused_moe(x, *a, **k))[1])
+    got = native.bind(weights, SPEC, numerics)(x, weights, router, ids)
+    assert len(parts) > 2 and sum(parts) == 41 and len(set(parts)) <= 2
+    assert native.workspace_bytes(weights, SPEC, numerics, 41) <= limit
+    assert ((got.double() - whole.double()).norm(dim=1) <= 4e-3 * whole.double().norm(dim=1)).all()
 
 
 class Largest(TorchDispatchMode):

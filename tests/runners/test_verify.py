@@ -354,6 +354,19 @@ def test_an_interrupt_passes_through():
         check(interrupts)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_ids_of_minus_one_only_where_they_are_wanted(skips: bool) -> None:
+    seen: list[torch.Tensor] = []
+    weights, spec = layer(EXPERTS, 256, 128).weights(), spec_of()
+
+    def keep(x, weights, topk_weights, topk_ids):
+        seen.append(topk_ids)
+        return x
+
+    check_layer("layer", weights, spec, {Choice("kept", "w4a16"): keep}, [20], skips=skips)
+    assert bool((seen[0] == -1).any()) is skips and int(seen[0].max()) == weights.num_experts - 1
+
+
 def test_a_fault_of_one_candidate_does_not_touch_the_others():
     """Also not when it overwrites what it was given."""
 
