@@ -19,7 +19,7 @@ from sglang_sm120.bench import plot as bench_plot
 from sglang_sm120.bench.moe import terminal
 from sglang_sm120.bench.moe_cases import random_weights
 from sglang_sm120.bench.timing import GraphTimer, Timer, machine_facts, require_gpu
-from sglang_sm120.errors import ConfigError
+from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.runners import profile as profiles
 from sglang_sm120.runners.profile import Layer, Machine, Point, Profile, Shape
 from sglang_sm120.runners.registry import RUNNERS
@@ -30,6 +30,7 @@ from sglang_sm120.tune.options import LayerCase, TuneOptions
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""
 
+_DESKTOP_BYTES = 4 * 2**30
 _HOST_L2_BYTES = 1 << 17  # of tests on the CPU: a short cycle will do
 _TOKENS_OF_TWICE = 1024  # a point of so many tokens takes about twice as long as one of few; for the progress bar
 
@@ -58,6 +59,8 @@ def run(options: TuneOptions, console: Console | None = None, timer: Timer | Non
     if options.dry_run:
         _list_candidates(options, console, device)
         return 0
+    if device.type == "cuda":
+        require_idle(*torch.cuda.mem_get_info(device))
     machine = profiles.current_machine()
     path = Path(options.output).expanduser() if options.output else profiles.default_path(machine.gpu)
     profile = opened(path, machine, force=options.force)
@@ -95,6 +98,20 @@ def run(options: TuneOptions, console: Console | None = None, timer: Timer | Non
     code = _report(options, console, profile, layers)
     console.print(f"wrote {path}", markup=False, highlight=False)
     return code
+
+
+def require_idle(free_bytes: int, total_bytes: int) -> None:
+    """Times beside a running server mean nothing, and its memory is short: called before we take any ourselves.
+
+    Raises: UnsupportedError where others hold more than a desktop does.
+    """
+    held = total_bytes - free_bytes
+    if held > _DESKTOP_BYTES:
+        raise UnsupportedError(
+            f"other programs hold {held / 2**30:.1f} GiB of the GPU's {total_bytes / 2**30:.1f} GiB: a server, perhaps",
+            f"a GPU that nothing else uses (a desktop's {_DESKTOP_BYTES / 2**30:.0f} GiB are taken for idle)",
+            "stop the server and tune then; nvidia-smi lists what runs",
+        )
 
 
 def opened(path: Path, machine: Machine, *, force: bool = False) -> Profile:

@@ -384,3 +384,10 @@ def test_a_profile_is_reported_again(
     assert "1 tokens, native w4a16: WRONG: x" in capsys.readouterr().out
     assert main(["tune", "--from-profile", str(tmp_path / "absent.json")]) == 1
     assert "absent.json" in capsys.readouterr().err
+
+
+def test_tuning_beside_a_server_is_refused() -> None:
+    gib = 2**30
+    run.require_idle(92 * gib, 96 * gib)
+    with pytest.raises(UnsupportedError, match=r"other programs hold 80\.0 GiB of the GPU's 96\.0 GiB"):
+        run.require_idle(16 * gib, 96 * gib)
