@@ -18,6 +18,7 @@ from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.integration import moe_tables
 from sglang_sm120.integration.metrics import METRICS
 from sglang_sm120.integration.moe_weights import (
+    Reciprocals,
     format_of,
     read_weights,
     require_global_scales,
@@ -41,17 +42,18 @@ _said: set[str] = set()
 
 
 class MoeLayer:
-    """One FusedMoE layer that we took. Kept on the layer; holds no tensor of its own."""
+    """One FusedMoE layer that we took. Kept on the layer; holds no tensor of its own but reciprocals of scales."""
 
     def __init__(self, name: str, layer: Any, layer_format: str, spec: LayerSpec, table: RunnerTable) -> None:
         self.name, self.layer, self.format, self.spec, self.table = name, layer, layer_format, spec, table
         self._bound: dict[Choice, Bound] = {}
         self._choices: dict[int, Choice] = {}  # by number of tokens
+        self._reciprocals = Reciprocals()
         self._stock_only = False  # while the self-check calls SGLang's own path
 
     def weights(self, numerics: str) -> Nvfp4MoeWeights:
         """The layer's prepared tensors, as they are now."""
-        return read_weights(self.layer, self.format, input_scales=numerics == "w4a4")
+        return read_weights(self.layer, self.format, input_scales=numerics == "w4a4", kept=self._reciprocals)
 
     def choice(self, num_tokens: int) -> Choice:
         """What serves a batch of this size.
@@ -185,6 +187,7 @@ def take_layers(
             continue
         if any(choice.runner == STOCK for choice in ours.table.choices()):
             require_stock_input_scales(name, weights)
+        ours.weights("w4a4")  # what is made once is made now, not inside a graph's capture
         setattr(layer, _LAYER_ATTRIBUTE, ours)
         taken.append(ours)
     if asked not in ("auto", STOCK) and not is_draft and (declined or not nvfp4):

@@ -6,6 +6,7 @@ along K, 128x4-swizzled e4m3 scales.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,21 +27,51 @@ def format_of(layer: Any) -> str | None:
     return "compressed-tensors" if isinstance(layer.scheme, CompressedTensorsW4A4Nvfp4MoE) else None
 
 
-def read_weights(layer: Any, layer_format: str, *, input_scales: bool = True) -> Nvfp4MoeWeights:
-    """The layer's tensors, as they are now. Without `input_scales` nothing is computed for ModelOpt (W4A16 needs none).
+class Reciprocals:
+    """Of a layer's scales that SGLang keeps inverted: made once, and again when the tensor was rebound or written to.
 
-    compressed-tensors stores reciprocals, and SGLang keeps the gate's and the up half's apart: one small kernel a call.
+    A tensor that was written to keeps its reciprocal's address, which captured graphs read.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """1 / tensor. Tensors made in inference mode do not say when they are written to: always new."""
+        if tensor.is_inference():
+            return 1 / tensor
+        source, version, inverse = self._kept.get(name, (None, 0, tensor))
+        is_known = source is not None and source() is tensor
+        if not is_known:
+            inverse = 1 / tensor
+        elif version != tensor._version:
+            inverse.copy_(1 / tensor)
+        self._kept[name] = (weakref.ref(tensor), tensor._version, inverse)
+        return inverse
+
+
+def read_weights(
+    layer: Any, layer_format: str, *, input_scales: bool = True, kept: Reciprocals | None = None
+) -> Nvfp4MoeWeights:
+    """The layer's tensors, as they are now. input_scales: not for W4A16, which needs none.
+
+    compressed-tensors stores reciprocals of s2, and SGLang keeps the gate's and the up half's apart.
     """
     modelopt = layer_format == "modelopt"
+    kept = kept or Reciprocals()
+
+    def inverse(name: str) -> torch.Tensor:
+        return kept.of(name, getattr(layer, name))
+
     return Nvfp4MoeWeights(
         w13_weight=layer.w13_weight,
         w13_blockscale=layer.w13_blockscale_swizzled if modelopt else layer.w13_weight_scale,
-        w13_global_scale=layer.w13_weight_scale_2 if modelopt else 1 / layer.w13_weight_global_scale,
+        w13_global_scale=layer.w13_weight_scale_2 if modelopt else inverse("w13_weight_global_scale"),
         w2_weight=layer.w2_weight,
         w2_blockscale=layer.w2_blockscale_swizzled if modelopt else layer.w2_weight_scale,
         w2_global_scale=layer.w2_weight_scale_2,
-        w13_input_scale=1 / layer.w13_input_scale_quant if input_scales else None,
-        w2_input_scale=1 / layer.w2_input_scale_quant if input_scales else None,
+        w13_input_scale=inverse("w13_input_scale_quant") if input_scales else None,
+        w2_input_scale=inverse("w2_input_scale_quant") if input_scales else None,
         w13_order="up_gate",
         is_gated=layer.moe_runner_config.is_gated,
     )

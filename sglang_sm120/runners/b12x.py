@@ -30,6 +30,7 @@ from sglang_sm120.runners.handover import (
     gpu_reason,
     is_capturing,
     require_shared_scale,
+    same_tensors,
     weigh_input,
 )
 
@@ -125,7 +126,7 @@ class _Plan:
 
 
 class _Layer:
-    """One layer. Its scales in b12x's form are kept, and refreshed in place when another weights object is handed over.
+    """One layer. Its scales in b12x's form are kept, and refreshed in place when other tensors are handed over.
 
     A replay of a graph therefore sees scales as of the last call outside it. If the weights themselves move, b12x keeps
     the old ones alive in its own cache.
@@ -153,7 +154,7 @@ class _Layer:
                 "one call of that batch size before the capture: it plans and compiles",
                 "call the layer once with as many tokens first",
             )
-        if weights is not self._weights:
+        if self._weights is None or not same_tensors(weights, self._weights):
             self._prepare(weights)
         hidden_states, topk_weights = weigh_input(hidden_states, topk_weights, self._spec)
         topk_weights, topk_ids = without_skipped(topk_weights, topk_ids, weights.num_experts)

@@ -24,6 +24,7 @@ from sglang_sm120.runners.handover import (
     gpu_reason,
     is_capturing,
     require_shared_scale,
+    same_tensors,
     weigh_input,
 )
 
@@ -106,7 +107,7 @@ class FlashinferCutlassRunner(MoeRunner):
 
 
 class _Layer:
-    """One layer. What is computed from the scales is kept for as long as the same weights object is handed over."""
+    """One layer. What is computed from the scales is kept for as long as the same tensors are handed over."""
 
     def __init__(self, weights: Nvfp4MoeWeights, spec: LayerSpec) -> None:
         fused_moe = _load()
@@ -127,7 +128,7 @@ class _Layer:
     ) -> Tensor:
         if hidden_states.shape[0] == 0:
             return torch.empty_like(hidden_states)
-        if weights is not self._weights:
+        if not same_tensors(weights, self._weights):
             self._weights, self._arguments = weights, weight_arguments(weights)
         hidden_states, topk_weights = weigh_input(hidden_states, topk_weights, self._spec)
         call = functools.partial(

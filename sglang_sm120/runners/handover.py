@@ -7,6 +7,7 @@ Nothing here imports a foreign package. Source of the conversions: SGLang 0.5.23
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import fields
 from importlib import metadata
 
 import torch
@@ -19,6 +20,7 @@ from sglang_sm120.runners.base import LayerSpec
 FLASHINFER_RANGE = ((0, 7, 2), (0, 7, 3))
 """First FlashInfer version whose calls were checked against its source, and first that was not. SGLang pins 0.7.2."""
 
+_TENSORS = tuple(field.name for field in fields(Nvfp4MoeWeights) if "Tensor" in str(field.type))
 FOREIGN_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -100,6 +102,13 @@ def weigh_input(hidden_states: Tensor, topk_weights: Tensor, spec: LayerSpec) ->
         return hidden_states, topk_weights.to(torch.float32)
     scaled = hidden_states * topk_weights.to(hidden_states.dtype)
     return scaled, torch.ones_like(topk_weights, dtype=torch.float32)
+
+
+def same_tensors(one: Nvfp4MoeWeights, other: Nvfp4MoeWeights) -> bool:
+    """Whether both hold the very same tensors, so that nothing has to be handed over again."""
+    if one is other:
+        return True
+    return all(getattr(one, name) is getattr(other, name) for name in _TENSORS)
 
 
 def is_capturing(device: torch.device) -> bool:

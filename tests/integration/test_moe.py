@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.integration import moe_tables, self_check
 from sglang_sm120.integration.moe import STOCK, run_moe_core, take_layers
+from sglang_sm120.integration.moe_weights import Reciprocals
 from sglang_sm120.kernels.quantization.nvfp4.api import (
     amax_global_scale,
     dequantize_nvfp4,
@@ -19,6 +21,7 @@ from sglang_sm120.kernels.quantization.nvfp4.api import (
 )
 from sglang_sm120.options import Sm120Options
 from sglang_sm120.runners.base import Choice
+from sglang_sm120.runners.handover import same_tensors
 from sglang_sm120.runners.native import ReferenceRunner
 from sglang_sm120.runners.table import Row, RunnerTable
 
@@ -346,3 +349,34 @@ def test_nothing_is_left_after_the_self_check(layers_with_a_stock_path) -> None:
         ours.strike(Choice("reference", "w4a4"), "not here")
     with pytest.raises(UnsupportedError, match="no runner is left"):
         self_check.run(taken, AUTO, [1, 2], 32)
+
+
+def test_reciprocals_are_made_once_and_follow_the_tensor() -> None:
+    """Rebound: a new one. Written to: the same address, which graphs may have captured, with the new values."""
+    kept, tensor = Reciprocals(), torch.tensor([2.0, 4.0])
+    first = kept.of("scale", tensor)
+    assert first.tolist() == [0.5, 0.25] and kept.of("scale", tensor) is first
+    tensor.fill_(8)
+    assert kept.of("scale", tensor) is first and first.tolist() == [0.125, 0.125]
+    assert kept.of("other", tensor) is not first
+    again = kept.of("scale", torch.tensor([5.0]))
+    assert again is not first and again.tolist() == pytest.approx([0.2])
+    with torch.inference_mode():
+        untracked = torch.tensor([2.0])
+        kept.of("scale", untracked)
+        untracked.fill_(4)
+        assert kept.of("scale", untracked).tolist() == [0.25]
+    gone = torch.ones(3)
+    kept.of("gone", gone)
+    watched = weakref.ref(gone)
+    del gone
+    assert watched() is None, "a tensor that was replaced is not kept alive"
+
+
+def test_the_same_tensors_are_handed_over_again(sglang_types) -> None:
+    layer = make_layer(sglang_types)
+    (ours,) = take_layers(model_of(layer), REFERENCE)
+    assert same_tensors(ours.weights("w4a4"), ours.weights("w4a4"))
+    before = ours.weights("w4a4")
+    layer.w2_weight_scale_2 = layer.w2_weight_scale_2.clone()
+    assert not same_tensors(before, ours.weights("w4a4"))
