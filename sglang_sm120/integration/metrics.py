@@ -8,11 +8,14 @@ prometheus_client nor torch: SGLang sets PROMETHEUS_MULTIPROC_DIR first, and the
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_sm120.runners.base import Choice
+
+logger = logging.getLogger(__name__)
 
 CALLS = "sglang:sm120_moe_calls_total"
 TOKENS = "sglang:sm120_moe_tokens_total"
@@ -126,6 +129,10 @@ class MoeMetrics:
             child = self._child(series)
             child.set(value) if series[0] == SELFCHECK else child.inc(value)
 
+    def stop(self) -> None:
+        """Count no more forward passes in this process; what was counted stays."""
+        self._layers.clear()
+
     def _add(self, name: str, labels: tuple[str, ...], amount: float) -> None:
         # Straight into prometheus' memory-mapped file, about a microsecond: a scrape is answered by another process,
         # which cannot ask this one for what it holds back.
@@ -176,10 +183,21 @@ def sglang_labels() -> dict[str, str] | None:
 def observe_forward(model_runner: Any, forward_batch: Any, output: Any) -> None:
     """Count a forward pass of the target model. Reads shapes and host integers only: never waits for the GPU.
 
-    A draft model is not counted: its own graphs run several steps without passing here.
+    A draft model is not counted: its own graphs run several steps without passing here. What cannot be counted, in a
+    kind of server that was not thought of, ends the counting with a line, and never the server.
     """
     if not METRICS.counts_forwards or model_runner.is_draft_worker:
         return
+    try:
+        _observe(model_runner, forward_batch, output)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        METRICS.stop()
+        logger.warning(
+            "sglang-sm120: forward passes are no longer counted for /metrics: %s: %s", type(error).__name__, error
+        )
+
+
+def _observe(model_runner: Any, forward_batch: Any, output: Any) -> None:
     if output.logits_output is None:  # split prefill: only the last of its calls reaches the last layer
         return
     num_tokens = forward_batch.global_num_token_non_padded_cpu

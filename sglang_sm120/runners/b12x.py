@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from sglang_sm120.errors import UnsupportedError
-from sglang_sm120.kernels.moe.fused_moe import api
 from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.runners.base import Bound, LayerSpec, MoeRunner
 from sglang_sm120.runners.handover import (
-    FOREIGN_DTYPES,
     b12x_package_reason,
     gate_scale,
     gpu_reason,
     is_capturing,
+    layer_reason,
     require_shared_scale,
     same_tensors,
     weigh_input,
@@ -72,13 +71,9 @@ class B12xRunner(MoeRunner):
     ) -> str | None:
         if numerics not in self.numerics:
             return f"{numerics} is not offered: b12x repacks the weights in place for it, and other runners read them"
-        reason = api.unsupported_reason(
-            weights, activation=spec.activation, numerics=numerics, hidden_dtype=spec.hidden_dtype
-        )
+        reason = layer_reason(weights, spec, numerics)
         if reason is not None:
             return reason
-        if spec.hidden_dtype not in FOREIGN_DTYPES:
-            return f"hidden states of {spec.hidden_dtype} are not covered: bfloat16 and float16 are"
         if weights.is_gated and weights.w13_order != "up_gate":
             return "the rows of w13 are gate first, and b12x would rotate them in place"
         if spec.num_global_experts is not None:

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from sglang_sm120.errors import UnsupportedError
-from sglang_sm120.kernels.moe.fused_moe import api
 from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.kernels.quantization.nvfp4.api import round_up
 from sglang_sm120.runners.base import Bound, LayerSpec, MoeRunner
 from sglang_sm120.runners.handover import (
-    FOREIGN_DTYPES,
     flashinfer_reason,
     gate_scale,
     gpu_reason,
     is_capturing,
+    layer_reason,
     require_shared_scale,
     same_tensors,
     weigh_input,
@@ -59,13 +58,9 @@ class FlashinferCutlassRunner(MoeRunner):
     ) -> str | None:
         if numerics not in self.numerics:
             return f"it always quantises activations: {numerics} is not covered"
-        reason = api.unsupported_reason(
-            weights, activation=spec.activation, numerics=numerics, hidden_dtype=spec.hidden_dtype
-        )
+        reason = layer_reason(weights, spec, numerics)
         if reason is not None:
             return reason
-        if spec.hidden_dtype not in FOREIGN_DTYPES:
-            return f"hidden states of {spec.hidden_dtype} are not covered: bfloat16 and float16 are"
         if weights.is_gated and weights.w13_order != "up_gate":
             return "its kernel reads up before gate, and the rows of w13 are gate first"
         covered = _GATED if weights.is_gated else _UNGATED

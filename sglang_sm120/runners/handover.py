@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.kernels.moe.fused_moe import api
 from sglang_sm120.kernels.moe.layer import Nvfp4MoeWeights
 from sglang_sm120.runners.base import LayerSpec
 
@@ -21,7 +22,7 @@ FLASHINFER_RANGE = ((0, 7, 2), (0, 7, 3))
 """First FlashInfer version whose calls were checked against its source, and first that was not. SGLang pins 0.7.2."""
 
 _TENSORS = tuple(field.name for field in fields(Nvfp4MoeWeights) if "Tensor" in str(field.type))
-FOREIGN_DTYPES = (torch.bfloat16, torch.float16)
+_FOREIGN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def gpu_reason(device: torch.device) -> str | None:
@@ -71,6 +72,16 @@ def b12x_package_reason() -> str | None:
     if str(flashinfer.locate_file(owned[0])) != spec.origin:
         return f"the package b12x would be imported from {spec.origin}, which FlashInfer does not own; {fix}"
     return None
+
+
+def layer_reason(weights: Nvfp4MoeWeights, spec: LayerSpec, numerics: str) -> str | None:
+    """Why the layer is none that both foreign kernels cover, or None: what `fused_moe` says, and the dtype."""
+    reason = api.unsupported_reason(
+        weights, activation=spec.activation, numerics=numerics, hidden_dtype=spec.hidden_dtype
+    )
+    if reason is None and spec.hidden_dtype not in _FOREIGN_DTYPES:
+        reason = f"hidden states of {spec.hidden_dtype} are not covered: bfloat16 and float16 are"
+    return reason
 
 
 def gate_scale(weights: Nvfp4MoeWeights) -> Tensor:

@@ -117,6 +117,18 @@ def test_a_replayed_batch_is_counted_by_its_padded_size(counted: MoeMetrics) -> 
     assert counted._collectors[CALLS].amounts == {(*CUTLASS, "decode"): [3, 3], (*NATIVE, "decode"): [3]}
 
 
+def test_what_was_not_thought_of_ends_the_counting_and_not_the_server(counted: MoeMetrics, caplog) -> None:
+    """Such as a runner without the attributes that are read: said once, and what was counted stays."""
+    metrics.count_forward(output(), runner(), batch(Mode.DECODE, 4))
+    before = dict(counted.values)
+    unknown = SimpleNamespace(device="cuda", is_draft_worker=False, decode_cuda_graph_runner=object())
+    for _ in range(2):
+        metrics.count_forward(output(replayed=True), unknown, batch(Mode.DECODE, 4))
+    metrics.count_forward(output(), runner(), batch(Mode.DECODE, 4))
+    assert counted.values == before
+    assert caplog.text.count("no longer counted for /metrics: AttributeError") == 1
+
+
 @pytest.mark.parametrize(
     ("mode", "phase"),
     [
