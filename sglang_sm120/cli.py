@@ -141,8 +141,8 @@ def _flags(args: argparse.Namespace) -> int:
     from sglang_sm120.options import OPTIONS
 
     for option in OPTIONS:
-        values = f" {{{','.join(option.choices)}}}" if option.choices else ""
-        print(f"{option.flag}{values}\n    variable {option.env}, default {option.default}\n    {option.help}")
+        values = f" {{{','.join(option.choices)}}}" if option.choices else "".join(f" {v}" for v in option.values)
+        print(f"{option.flag}{values}\n    variable {option.env}, default {option.default_text}\n    {option.help}")
     return 0
 
 

@@ -30,6 +30,16 @@ class Option:
     choices: tuple[str, ...] = ()
 
     @property
+    def values(self) -> tuple[str, ...]:
+        """What may follow the flag: the choices, "FILE", or nothing for a switch."""
+        return () if self.kind is bool else self.choices or ("FILE",)
+
+    @property
+    def default_text(self) -> str:
+        """For people: "off", "none" or the value."""
+        return "off" if self.kind is bool else self.default or "none"
+
+    @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
@@ -142,7 +152,7 @@ def add_cli_args(parser: Any) -> None:
             group.add_argument(option.flag, action="store_true", default=None, help=option.help)
         else:
             # `choices` are checked in `resolve`, so that a variable or a keyword gets the same message.
-            metavar = "{" + ",".join(option.choices) + "}" if option.choices else "FILE"
+            metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.values[0]
             group.add_argument(option.flag, type=str, default=None, metavar=metavar, help=option.help)
 
 

@@ -25,9 +25,8 @@ def flags_page() -> str:
         "| flag | values | default | variable | what it does |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for option in OPTIONS:
-        values = ", ".join(f"`{choice}`" for choice in option.choices) or "on or off"
-        default = "off" if option.kind is bool else f"`{option.default}`"
-        lines.append(f"| `{option.flag}` | {values} | {default} | `{option.env}` | {option.help} |")
+        values = ", ".join(f"`{value}`" for value in option.values) or "on or off"
+        lines.append(f"| `{option.flag}` | {values} | `{option.default_text}` | `{option.env}` | {option.help} |")
     return "\n".join(lines) + "\n"
 
 
