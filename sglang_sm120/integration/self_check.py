@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Sequence
 
+import torch
+
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.integration.metrics import METRICS
 from sglang_sm120.integration.moe import STOCK, MoeLayer
@@ -34,8 +36,17 @@ def run(taken: Sequence[MoeLayer], options: Sm120Options, captured: Sequence[int
     counts = default_token_counts(captured, prefill)
     findings: list[Finding] = []
     layers = [taken[i] for i in sorted({0, len(taken) // 2, len(taken) - 1})]
+    stock_reason = _stock_reason(layers[0])
+    if stock_reason is not None:
+        logger.warning("sglang-sm120: self-check: SGLang's own path is used unchecked: %s", stock_reason)
+        if options.sm120_verify == "strict":
+            raise UnsupportedError(
+                f"SGLang's own MoE path cannot be called by the self-check: {stock_reason}",
+                "every runner that may serve checked, for --sm120-verify strict",
+                "use --sm120-verify auto, or --sm120-moe-backend native",
+            )
     for ours in layers:
-        for (served, skips), choices in _by_inputs(ours, counts).items():
+        for (served, skips), choices in _by_inputs(ours, counts, stock=stock_reason is None).items():
             candidates = {choice: ours.bound(choice) for choice in choices}
             findings += check_layer(ours.name, ours.weights("w4a4"), ours.spec, candidates, served, skips=skips)
     failed = [finding for finding in findings if not finding.passed]
@@ -77,7 +88,9 @@ def run(taken: Sequence[MoeLayer], options: Sm120Options, captured: Sequence[int
     return findings
 
 
-def _by_inputs(ours: MoeLayer, counts: Sequence[int]) -> dict[tuple[tuple[int, ...], bool], list[Choice]]:
+def _by_inputs(
+    ours: MoeLayer, counts: Sequence[int], *, stock: bool
+) -> dict[tuple[tuple[int, ...], bool], list[Choice]]:
     """The layer's choices by what they are checked with: the token counts that they cover, and whether ids are -1.
 
     Without the reference, to which they are held. SGLang's own path is not shown ids that it would not meet: the check
@@ -86,7 +99,7 @@ def _by_inputs(ours: MoeLayer, counts: Sequence[int]) -> dict[tuple[tuple[int, .
     found: dict[tuple[tuple[int, ...], bool], list[Choice]] = {}
     weights = ours.weights("w4a4")
     for choice in ours.table.choices():
-        if choice.runner == "reference":
+        if choice.runner == "reference" or (choice.runner == STOCK and not stock):
             continue
         covered = tuple(counts)
         if choice.runner != STOCK:
@@ -97,6 +110,26 @@ def _by_inputs(ours: MoeLayer, counts: Sequence[int]) -> dict[tuple[tuple[int, .
         if covered:
             found.setdefault((covered, choice.runner != STOCK), []).append(choice)
     return found
+
+
+def _stock_reason(ours: MoeLayer) -> str | None:
+    """Why SGLang's own path, where the table names it, cannot be called outside a forward pass; None: it can.
+
+    It may lean on something that only a forward pass sets up. That says nothing about its results, so it is not struck
+    for it: a server that SGLang serves by itself has to serve with us.
+    """
+    stock = [choice for choice in ours.table.choices() if choice.runner == STOCK]
+    if not stock:
+        return None
+    weights, spec = ours.weights("w4a4"), ours.spec
+    device = weights.w13_weight.device
+    ids = torch.arange(spec.top_k, dtype=torch.int32, device=device)[None] % weights.num_experts + spec.expert_offset
+    x = torch.ones(1, weights.hidden_size, dtype=spec.hidden_dtype, device=device)
+    try:
+        ours.bound(stock[0])(x, weights, torch.full(ids.shape, 1 / spec.top_k, device=device), ids)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
 
 
 def _verdict(choice: Choice, findings: Sequence[Finding]) -> str:

@@ -343,6 +343,24 @@ def test_the_self_check_strikes_a_wrong_stock_path(switching, layers_with_a_stoc
     assert self_check.run(layers_with_a_stock_path(2.0, AUTO), off, [1, 2, 8], 32) == []
 
 
+def test_a_stock_path_that_cannot_be_called_is_used_unchecked(
+    switching, sglang_types, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outside a forward pass it may lack what it needs; that says nothing about its results. `strict` wants to know."""
+    (ours,) = take_layers(model_of(make_layer(sglang_types)), AUTO)
+
+    def no_context(self, tokens):
+        raise RuntimeError("no forward context")
+
+    monkeypatch.setattr(sglang_types.FusedMoE, "run_moe_core", no_context)
+    self_check.run([ours], AUTO, [1, 2], 32)
+    assert "used unchecked: RuntimeError: no forward context" in caplog.text
+    assert ours.choice(100) == STOCK_W4A4
+    strict = Sm120Options(enable_sm120_opts=True, sm120_verify="strict")
+    with pytest.raises(UnsupportedError, match="cannot be called by the self-check: RuntimeError"):
+        self_check.run([ours], strict, [1, 2], 32)
+
+
 def test_nothing_is_left_after_the_self_check(layers_with_a_stock_path) -> None:
     taken = layers_with_a_stock_path(2.0, Sm120Options(enable_sm120_opts=True, sm120_moe_backend=STOCK))
     for ours in taken:
