@@ -55,6 +55,7 @@ def test_launches_are_split_at_the_markers(tool: ModuleType) -> None:
 
 def test_the_plot(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar for every order and number of tokens, as high as both GEMMs' bytes over their floors."""
+    pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
     heights: list[list[float]] = []

@@ -33,6 +33,6 @@ def test_our_runner_through_the_doors(checkpoints, tmp_path: Path) -> None:
         log = server.our_lines()
         assert any("MoE runners of 2 of 2 layers of the model: reference w4a16 for every batch" in line for line in log)
         doors = {hook.door for hook in HOOKS if hook.door}
-        assert len(doors) == 5
+        assert len(doors) == 6
         for door in doors:
             assert any(line.startswith(f"sglang-sm120: {door} is there; ") for line in log), log

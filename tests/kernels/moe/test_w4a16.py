@@ -334,7 +334,7 @@ def test_no_barrier_is_missing(backend, monkeypatch):
         return load(source, device, ("SM120_HOST_REVERSE",))
 
     monkeypatch.setattr({"decode": decode_kernel, "middle": middle_kernel}[backend], "load", reversed_load)
-    monkeypatch.setitem(schedule_kernel._modules, CPU, reversed_load(schedule_kernel._SOURCE, CPU))
+    monkeypatch.setitem(schedule_kernel._modules, CPU, reversed_load(schedule_kernel.SOURCE, CPU))
     backward = [slots_of(backend, *arguments, config=config) for arguments, config in cases]
     assert len(seen) == 2
     for a, b in zip(forward, backward, strict=True):
