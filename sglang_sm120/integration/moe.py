@@ -27,14 +27,11 @@ from sglang_sm120.integration.moe_weights import (
 from sglang_sm120.integration.routed_scaling import output_factor, scale_output
 from sglang_sm120.kernels.moe.fused_moe.api import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.options import Sm120Options
-from sglang_sm120.runners.base import Bound, Choice, LayerSpec
+from sglang_sm120.runners.base import STOCK, Bound, Choice, LayerSpec
 from sglang_sm120.runners.registry import RUNNERS
 from sglang_sm120.runners.table import RunnerTable
 
 logger = logging.getLogger(__name__)
-
-STOCK = "flashinfer_cutlass"
-"""In a server this runner is SGLang's own path."""
 
 _LAYER_ATTRIBUTE = "_sm120_moe"
 _MAX_LISTED = 4

@@ -10,7 +10,7 @@ from sglang_sm120.integration.moe_weights import input_scale_fault
 from sglang_sm120.kernels.moe.fused_moe.api import Nvfp4MoeWeights
 from sglang_sm120.options import Sm120Options
 from sglang_sm120.runners import profile as profiles
-from sglang_sm120.runners.base import Choice, LayerSpec
+from sglang_sm120.runners.base import STOCK, Choice, LayerSpec
 from sglang_sm120.runners.registry import RUNNERS
 from sglang_sm120.runners.table import Row, RunnerTable, only, shipped_default
 
@@ -50,9 +50,7 @@ class Tables:
     def _wanted(self, weights: Nvfp4MoeWeights, spec: LayerSpec, numerics: str) -> RunnerTable:
         asked = self.options.sm120_moe_backend
         if asked != "auto":
-            chosen = numerics
-            if numerics == "auto":
-                chosen = "w4a4" if asked == "flashinfer_cutlass" else RUNNERS[asked].numerics[0]
+            chosen = RUNNERS[asked].numerics[0] if numerics == "auto" else numerics
             if asked == "reference" and numerics == "auto":
                 chosen = "w4a16" if input_scale_fault(weights) else "w4a4"
             return only((Choice(asked, chosen),), f"--sm120-moe-backend {asked}")
@@ -90,15 +88,13 @@ class Tables:
         self, choice: Choice, weights: Nvfp4MoeWeights, spec: LayerSpec, table: RunnerTable
     ) -> str | None:
         """Why a choice cannot serve the batches for which the table may take it, or None."""
-        if choice.runner == "flashinfer_cutlass":  # SGLang's own path, which says for itself what it does not cover
-            if choice.numerics != "w4a4":
-                return "it offers w4a4"
-            return "the stock path cannot be emulated" if self.options.sm120_emulate else None
         if choice.runner not in RUNNERS:
             return "there is no such runner"
         runner = RUNNERS[choice.runner]
         if choice.numerics not in runner.numerics:
             return f"it offers {' and '.join(runner.numerics)}"
+        if choice.runner == STOCK:  # SGLang's own path, which says for itself what it does not cover
+            return "the stock path cannot be emulated" if self.options.sm120_emulate else None
         reason = runner.unavailable_reason(weights.w13_weight.device)
         if reason is not None:
             return reason

@@ -13,9 +13,9 @@ import torch
 
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.integration.metrics import METRICS
-from sglang_sm120.integration.moe import STOCK, MoeLayer
+from sglang_sm120.integration.moe import MoeLayer
 from sglang_sm120.options import Sm120Options
-from sglang_sm120.runners.base import Choice
+from sglang_sm120.runners.base import STOCK, Choice
 from sglang_sm120.runners.registry import RUNNERS
 from sglang_sm120.runners.verify import Finding, check_layer, default_token_counts, describe
 

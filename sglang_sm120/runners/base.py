@@ -21,6 +21,10 @@ Bound = Callable[[Tensor, Nvfp4MoeWeights, Tensor, Tensor], Tensor]
 call, since a server may rebind them."""
 
 
+STOCK = "flashinfer_cutlass"
+"""The runner that SGLang has without this package on an SM120 GPU; in a server it is SGLang's own path."""
+
+
 class Choice(NamedTuple):
     """A runner by name, and what it does with activations: "w4a16" or "w4a4"."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.kernels.quantization.nvfp4.api import round_up
-from sglang_sm120.runners.base import Bound, LayerSpec, MoeRunner
+from sglang_sm120.runners.base import STOCK, Bound, LayerSpec, MoeRunner
 from sglang_sm120.runners.handover import (
     flashinfer_reason,
     gate_scale,
@@ -43,7 +43,7 @@ class FlashinferCutlassRunner(MoeRunner):
     largest over all experts of all ranks; for compressed-tensors one an expert. The kernel takes either.
     """
 
-    name = "flashinfer_cutlass"
+    name = STOCK
     numerics = ("w4a4",)
     graph_rule = (
         "One call of any batch size outside a capture builds and tunes it; a replay reads the weights in place but "

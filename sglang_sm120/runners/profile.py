@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -79,11 +80,7 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def median_us(self) -> float | None:
-        ordered = sorted(self.samples_us)
-        if not ordered:
-            return None
-        half = len(ordered) // 2
-        return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+        return statistics.median(self.samples_us) if self.samples_us else None
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sglang_sm120.runners.base import Choice
+from sglang_sm120.runners.base import STOCK, Choice
 
 # Tokens up to which our kernels are tried before the stock path on an SM120 GPU. A guess: on an H200 decode is faster
 # than SGLang's Marlin by a third and more up to there (docs/measurements.md#moe); not measured on SM120.
@@ -84,7 +84,7 @@ def shipped_default(*, is_sm120: bool, numerics: str, native: bool) -> RunnerTab
     ours = (Choice("native", "w4a16" if numerics == "auto" else numerics),) if native else ()
     if not is_sm120:
         return only((*ours, reference), "the shipped default for emulation")
-    stock = (Choice("flashinfer_cutlass", "w4a4"),) if numerics != "w4a16" else ()
+    stock = (Choice(STOCK, "w4a4"),) if numerics != "w4a16" else ()
     if numerics == "w4a4" or not ours:  # one numerics throughout: nothing says that our W4A4 kernel is the faster one
         return only((*stock, *ours, reference), "the shipped default, not measured on SM120")
     if not stock:

@@ -11,11 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_sm120.bench.options import NUMERICS
-from sglang_sm120.runners.base import Choice
+from sglang_sm120.runners.base import STOCK, Choice
 from sglang_sm120.runners.profile import Candidate, Layer, Machine, Point, Profile, Shape, table
-
-STOCK = "flashinfer_cutlass"
-"""What SGLang runs without this package on an SM120 GPU."""
 
 CHOSEN, CLOSE = "*", "~"
 

@@ -11,7 +11,7 @@ import torch
 
 from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.integration import moe_tables, self_check
-from sglang_sm120.integration.moe import STOCK, run_moe_core, take_layers
+from sglang_sm120.integration.moe import run_moe_core, take_layers
 from sglang_sm120.integration.moe_weights import Reciprocals
 from sglang_sm120.kernels.quantization.nvfp4.api import (
     amax_global_scale,
@@ -20,7 +20,7 @@ from sglang_sm120.kernels.quantization.nvfp4.api import (
     swizzle_blockscale,
 )
 from sglang_sm120.options import Sm120Options
-from sglang_sm120.runners.base import Choice
+from sglang_sm120.runners.base import STOCK, Choice
 from sglang_sm120.runners.handover import same_tensors
 from sglang_sm120.runners.native import ReferenceRunner
 from sglang_sm120.runners.table import Row, RunnerTable

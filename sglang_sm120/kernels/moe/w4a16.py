@@ -59,6 +59,11 @@ def unsupported_reason(shape: LayerShape, *, hidden_dtype: torch.dtype, device: 
     halves = 2 if shape.is_gated else 1
     if halves * shape.intermediate_size * shape.hidden_size // 2 >= 2**31:
         return "one expert's weight has more than 2**31 bytes, and offsets inside an expert are 31 bits"
+    return device_reason(device)
+
+
+def device_reason(device: torch.device) -> str | None:
+    """One sentence on why neither operation runs on this device, whatever the layer, or None."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU has no conversion from e4m3: compute capability 8.9 is the lowest covered"
     if device.type not in ("cuda", "cpu"):

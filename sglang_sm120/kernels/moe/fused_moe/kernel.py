@@ -18,7 +18,7 @@ from sglang_sm120.kernels.moe.grouped_gemm_middle import api as middle
 from sglang_sm120.kernels.moe.grouped_gemm_prefill import api as prefill
 from sglang_sm120.kernels.moe.layer import MoeActivation, Nvfp4MoeWeights
 from sglang_sm120.kernels.moe.sum_slots import api as sums
-from sglang_sm120.kernels.moe.w4a16 import LayerShape
+from sglang_sm120.kernels.moe.w4a16 import LayerShape, device_reason
 from sglang_sm120.kernels.quantization.nvfp4.api import quantize_nvfp4
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,9 @@ def native_backend(
 
 def kernels_unavailable_reason(device: torch.device) -> str | None:
     """One sentence on why this package's kernels cannot be loaded on a device, or None. Loads all of them."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return "this GPU has no conversion from e4m3: compute capability 8.9 is the lowest covered"
+    reason = device_reason(device)
+    if reason is not None:
+        return reason
     try:
         for source in (decode.SOURCE, middle.SOURCE, schedules.SOURCE, sums.SOURCE):
             load(source, device)
