@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_sm120.errors import Sm120Error
-from sglang_sm120.integration.metrics import CALLS, FALLBACKS, SELFCHECK, SERIES, TOKENS
+from sglang_sm120.integration.metrics import CALLS, EXPERT_BATCHES, EXPERTS, FALLBACKS, SELFCHECK, SERIES, TOKENS
 
 TIMEOUT_S = 10.0
 """For one answer. /server_info asks the scheduler, which answers between two forward passes."""
@@ -41,6 +41,15 @@ class RunnerRow:
 
 
 @dataclass(frozen=True)
+class ExpertsRow:
+    """Batches of more than rows_le / 2 and up to rows_le rows in one MoE layer. experts: touched by one, the mean."""
+
+    rows_le: int
+    batches: int
+    experts: float
+
+
+@dataclass(frozen=True)
 class Status:
     """A server at one moment. options: ours. fallbacks: reason -> times. selfchecks: "runner numerics" -> result."""
 
@@ -51,6 +60,7 @@ class Status:
     runners: list[RunnerRow] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
     selfchecks: dict[str, str] = field(default_factory=dict)
+    experts: list[ExpertsRow] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -124,6 +134,7 @@ def fetch(url: str, api_key: str | None = None) -> Status:
         ],
         fallbacks={labels[0]: round(count) for labels, count in sorted(fallbacks.items())},
         selfchecks=_selfchecks(samples),
+        experts=_experts(samples),
     )
 
 
@@ -149,9 +160,15 @@ def render(status: Status, tokens_per_s: float | None = None) -> Group:
     fallbacks = Table("reason", "times", title="Left to SGLang's path, or struck")
     for reason, count in status.fallbacks.items():
         fallbacks.add_row(Text(reason), str(count))  # never read as markup
+    experts = Table("rows, at most", title="Experts of a rank that a batch touches in one layer")
+    for heading in ("batches", "experts a batch"):
+        experts.add_column(heading, justify="right")
+    for touched in status.experts:
+        experts.add_row(f"{touched.rows_le:,}", f"{touched.batches:,}", f"{touched.experts:.1f}")
     return Group(
         about,
         runners,
+        *([experts] if status.experts else []),
         checks if status.selfchecks else "no self-check",
         fallbacks if status.fallbacks else "no fallback",
     )
@@ -250,6 +267,15 @@ def _total(samples: Samples, name: str, *, sum_stages: bool = False) -> dict[tup
             groups[group].append(value)
         totals[own] = sum((sum if sum_stages else max)(values) for values in groups.values())
     return totals
+
+
+def _experts(samples: Samples) -> list[ExpertsRow]:
+    """Over all ranks and groups that report: the mean over their batches."""
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for place, name in enumerate((EXPERTS, EXPERT_BATCHES)):
+        for labels, value in samples.get(name, ()):
+            sums[int(labels["rows_le"])][place] += value
+    return [ExpertsRow(rows, round(n), total / n) for rows, (total, n) in sorted(sums.items()) if n]
 
 
 def _selfchecks(samples: Samples) -> dict[str, str]:

@@ -35,6 +35,10 @@ METRICS = (
     + served("native", "w4a16", "decode", 400, 30, tp_rank="0")
     + served("flashinfer_cutlass", "w4a4", "prefill", 20, 90, tp_rank="0")
     + series("moe_fallbacks_total", 2, reason="no [/red] markup", tp_rank="0")
+    + series("moe_distinct_experts_total", 25, rows_le="4", tp_rank="0")
+    + series("moe_distinct_experts_batches_total", 10, rows_le="4", tp_rank="0")
+    + series("moe_distinct_experts_total", 16, rows_le="1", tp_rank="0")
+    + series("moe_distinct_experts_batches_total", 2, rows_le="1", tp_rank="0")
     + series("moe_selfcheck", 1, runner="native", numerics="w4a16", result="passed")
     + series("moe_selfcheck", 0, runner="native", numerics="w4a16", result="failed")
 )
@@ -104,6 +108,10 @@ def test_json(serve: Serve, capsys) -> None:
         ],
         "fallbacks": {"no [/red] markup": 2},
         "selfchecks": {"native w4a16": "passed"},
+        "experts": [
+            {"rows_le": 1, "batches": 2, "experts": 8.0},
+            {"rows_le": 4, "batches": 10, "experts": 2.5},
+        ],
     }  # fmt: skip
 
 

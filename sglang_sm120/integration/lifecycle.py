@@ -52,6 +52,8 @@ def on_model_ready(model_runner: Any) -> None:
         METRICS.install(server_args)
         for layer in taken:
             METRICS.layers_taken(1, layer.choice)
+        if METRICS.installed and taken:
+            METRICS.expert_counts = taken[len(taken) // 2].count_experts()
     self_check.run(taken, options, captured_batches(server_args), prefill)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang_sm120.integration.expert_counts import ExpertCounts
     from sglang_sm120.runners.base import Choice
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ CALLS = "sglang:sm120_moe_calls_total"
 TOKENS = "sglang:sm120_moe_tokens_total"
 FALLBACKS = "sglang:sm120_moe_fallbacks_total"
 SELFCHECK = "sglang:sm120_moe_selfcheck"
+EXPERTS = "sglang:sm120_moe_distinct_experts_total"
+EXPERT_BATCHES = "sglang:sm120_moe_distinct_experts_batches_total"
 
 SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     CALLS: (
@@ -36,6 +39,8 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "1 where a runner's self-check at start had this result, 0 where it had the other.",
         ("runner", "numerics", "result"),
     ),
+    EXPERTS: ("Experts of this rank that a batch touched in one MoE layer, added up over batches.", ("rows_le",)),
+    EXPERT_BATCHES: ("The batches that sm120_moe_distinct_experts_total is the sum over.", ("rows_le",)),
 }
 """Name -> help text and labels; SGLang's own rank labels come before these."""
 
@@ -52,11 +57,13 @@ class MoeMetrics:
 
     The methods may be called before `install`: what was counted by then is published with it.
 
-    chooser: for the layers that were taken without one of their own. values: (name, label values) -> what is shown.
+    chooser: for the layers that were taken without one of their own. expert_counts: of one layer.
+    values: (name, label values) -> what is shown.
     """
 
     def __init__(self) -> None:
         self.chooser: Chooser | None = None
+        self.expert_counts: ExpertCounts | None = None
         self.values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._layers: list[tuple[int, Chooser | None]] = []
         self._served: dict[int, dict[Choice | None, int]] = {}  # rows -> choice -> layers
@@ -65,9 +72,14 @@ class MoeMetrics:
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     @property
+    def installed(self) -> bool:
+        """Whether this process publishes what it counts."""
+        return bool(self._collectors)
+
+    @property
     def counts_forwards(self) -> bool:
         """Whether a forward pass is worth the look: somebody can read the count, and there is something to count."""
-        return bool(self._collectors) and bool(self._layers)
+        return self.installed and bool(self._layers)
 
     def layers_taken(self, count: int, chooser: Chooser | None = None) -> None:
         """This many more MoE layers of the target model choose a runner by `chooser` (None: by `self.chooser`)."""
@@ -108,6 +120,11 @@ class MoeMetrics:
         labels = (runner, numerics, phase)
         self._add(CALLS, labels, sum(count for count, _ in self._layers) if layers is None else layers)
         self._add(TOKENS, labels, num_tokens)
+
+    def distinct_experts(self, rows_le: int, experts: int, batches: int) -> None:
+        """So many more batches of up to `rows_le` rows (a power of two), which touched so many experts in all."""
+        self._add(EXPERTS, (str(rows_le),), experts)
+        self._add(EXPERT_BATCHES, (str(rows_le),), batches)
 
     def install(self, server_args: Any) -> None:
         """Make the prometheus series, if this rank's SGLang reports metrics (--enable-metrics). Idempotent."""
@@ -208,6 +225,8 @@ def _observe(model_runner: Any, forward_batch: Any, output: Any) -> None:
         phase = phase_of(forward_batch.forward_mode)
         for choice, layers in METRICS.layers_by_choice(rows).items():
             METRICS.forward(num_tokens, phase, choice, layers)
+    if METRICS.expert_counts is not None:
+        METRICS.expert_counts.publish(METRICS.distinct_experts)
 
 
 def count_forward(output: Any, model_runner: Any, forward_batch: Any, *_rest: Any, **_more: Any) -> None:

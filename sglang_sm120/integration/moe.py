@@ -16,6 +16,7 @@ import torch
 
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.integration import moe_tables
+from sglang_sm120.integration.expert_counts import ExpertCounts
 from sglang_sm120.integration.metrics import METRICS
 from sglang_sm120.integration.moe_weights import (
     Reciprocals,
@@ -47,6 +48,7 @@ class MoeLayer:
         self._choices: dict[int, Choice] = {}  # by number of tokens
         self._reciprocals = Reciprocals()
         self._stock_only = False  # while the self-check calls SGLang's own path
+        self._expert_counts: ExpertCounts | None = None
 
     def weights(self, numerics: str) -> Nvfp4MoeWeights:
         """The layer's prepared tensors, as they are now."""
@@ -70,6 +72,12 @@ class MoeLayer:
             found = self._choices[num_tokens] = ranking[0]
         return found
 
+    def count_experts(self) -> ExpertCounts:
+        """From now on, count the experts that each batch touches."""
+        weight = self.layer.w13_weight
+        self._expert_counts = ExpertCounts(weight.shape[0], self.spec.expert_offset, weight.device)
+        return self._expert_counts
+
     def strike(self, choice: Choice, reason: str) -> None:
         """Never use this choice again."""
         self.table.strike(choice, reason)
@@ -89,6 +97,10 @@ class MoeLayer:
         """StandardDispatchOutput -> StandardCombineInput, or None: SGLang's own path is to serve it."""
         if self._stock_only or _is_tuning():
             return None
+        if self._expert_counts is not None and dispatch_output.format.is_standard():
+            ids = getattr(dispatch_output.topk_output, "topk_ids", None)  # bypassed top-k has none
+            if ids is not None:
+                self._expert_counts.add(ids)
         choice = self.choice(dispatch_output.hidden_states.shape[0])
         if choice.runner == STOCK:
             return None

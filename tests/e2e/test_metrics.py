@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import defaultdict
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_sm120.cli import main
-from sglang_sm120.integration.metrics import CALLS, SELFCHECK, TOKENS
+from sglang_sm120.integration.metrics import CALLS, EXPERT_BATCHES, EXPERTS, SELFCHECK, TOKENS
 from sglang_sm120.testing.server import SglangServer
 from tests.e2e.conftest import PROMPTS, SERVER_ARGS
 
@@ -22,6 +23,7 @@ EXACT = ["--disable-radix-cache", "--disable-overlap-schedule"]
 ARGS = [*SERVER_ARGS, *EXACT, "--sm120-moe-backend", "reference", "--sm120-moe-numerics", "w4a16"]
 ENV = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # /health would run a token through the model
 LAYERS, NEW_TOKENS = 2, 6
+TOP_K, EXPERTS_OF_A_LAYER = 2, 8
 OWN_LABELS = {"runner", "numerics", "phase", "result"}
 
 
@@ -65,6 +67,20 @@ def test_counters_are_what_the_requests_imply(checkpoints, capsys) -> None:
         assert {phase: row["calls"] for phase, row in rows.items()} == expected[CALLS]
         assert main(["status", server.url]) == 0
         assert re.search(rf"reference\W+w4a16\W+decode\W+{LAYERS * steps}\W+{steps}\W", capsys.readouterr().out)
+
+        # The sums come once a second, with a later pass.
+        for _ in range(2):
+            time.sleep(1.1)
+            server.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+        touched = {labels["rows_le"]: value for labels, value in scrape(server)[EXPERTS]}
+        batches = {labels["rows_le"]: value for labels, value in scrape(server)[EXPERT_BATCHES]}
+        assert batches["1"] >= steps and touched["1"] == TOP_K * batches["1"], "one token touches its own experts"
+        assert batches["8"] >= 1 and TOP_K <= touched["8"] / batches["8"] <= EXPERTS_OF_A_LAYER
+        assert main(["status", server.url, "--json"]) == 0
+        shown = {row["rows_le"]: row for row in json.loads(capsys.readouterr().out)["experts"]}
+        assert shown[1]["experts"] == TOP_K and shown[8]["batches"] == batches["8"]
+        assert main(["status", server.url]) == 0
+        assert re.search(rf"1\W+{int(batches['1'])}\W+2\.0\W", capsys.readouterr().out)
 
 
 def test_without_enable_metrics_there_is_nothing_and_no_error(checkpoints, capsys) -> None:

@@ -98,6 +98,40 @@ def test_native_on_two_ranks(parallel: list[str], checkpoints) -> None:
         compare(server, plain)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: SGLang pins memory for DP attention")
+def test_the_table_under_dp_attention(checkpoints, tmp_path: Path) -> None:
+    """Each rank has requests of its own; the MoE layers see the gathered batch, and all ranks choose by its size."""
+    nvfp4, plain = checkpoints("qwen3_moe", "modelopt")
+    profile = write_profile(tmp_path / "profile.json", few="native", many="reference", intermediate=64)
+    args = [*HALF, *W4A16, "--sm120-moe-profile", str(profile), "--tp", "2", "--dp-size", "2", "--enable-dp-attention"]
+    with SglangServer(nvfp4, args) as server:
+        assert sum("native w4a16 up to 3 tokens, reference w4a16" in line for line in server.our_lines()) == 2
+        compare(server, plain)
+
+
+# What SGLang does to a forward pass on a GPU only. The table must choose by the size that a graph was captured for.
+ON_GPU_ONLY = {
+    "prefill graphs": ["--cuda-graph-backend-prefill", "breakable", "--cuda-graph-max-bs-prefill", "64"],
+    "torch.compile": ["--enable-torch-compile", "--torch-compile-max-bs", "4"],
+    "speculative": ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("more", ON_GPU_ONLY.values(), ids=ON_GPU_ONLY)
+def test_the_table_under_what_a_gpu_has(more: list[str], checkpoints, tmp_path: Path) -> None:
+    nvfp4, plain = checkpoints("qwen3_moe", "modelopt")
+    profile = write_profile(tmp_path / "profile.json", few="native", many="reference")
+    base = (
+        [word for word in HALF if word != "--disable-prefill-cuda-graph"]
+        if "--cuda-graph-backend-prefill" in more
+        else HALF
+    )
+    with SglangServer(nvfp4, [*base, *W4A16, "--sm120-moe-profile", str(profile), *more]) as server:
+        assert "native w4a16 up to 3 tokens, reference w4a16 above" in line_with(server, "MoE runners of 2 of 2 layers")
+        compare(server, plain)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_runner_is_caught_and_not_served(kind: str, checkpoints, tmp_path: Path) -> None:
     """On auto another one serves, and the answers are right; by name the server stops."""
