@@ -99,6 +99,26 @@ def test_no_copy_of_the_weights(name: str, numerics: str) -> None:
     assert largest.bytes_ <= RUNNERS[name].workspace_bytes(weights, SPEC, numerics, 2) + 2 * x.numel()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("numerics", ["w4a16", "w4a4"])
+def test_no_copy_of_the_weights_in_device_memory(numerics: str) -> None:
+    """By the allocator's own count: at its peak far less than one weight more, and within the report."""
+    device = torch.device("cuda")
+    shape = ModelShape("test", 64, 2, 1024, 512)
+    weights = random_weights(shape, device, torch.Generator(device).manual_seed(0))
+    x, router, ids = (tensor.to(device) for tensor in batch(2, 64, 1024))
+    native = RUNNERS["native"]
+    native.bind(weights, SPEC, numerics)(x, weights, router, ids)  # what is loaded at a first call
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = native.bind(weights, SPEC, numerics)(x, weights, router, ids)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < weights.w2_weight.untyped_storage().nbytes() // 4
+    assert peak <= native.workspace_bytes(weights, SPEC, numerics, 2) + 2 * out.numel() * 2 + (1 << 20)
+
+
 def test_the_mode_sees_a_copy() -> None:
     weights = weights_of(64)
     with Largest() as largest:
