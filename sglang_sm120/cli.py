@@ -10,6 +10,7 @@ from sglang_sm120 import __version__
 
 # Names for `bench --baseline`; imported when asked for, since they may need sglang and a GPU.
 _BASELINES = {"marlin": "sglang_sm120.integration.marlin_baseline:prepare"}
+_COMM_BASELINES = {"sglang": "sglang_sm120.integration.all_reduce_baseline:prepare"}  # of `tune --comm`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from sglang_sm120.bench.options import add_moe_arguments
+    from sglang_sm120.bench.p2p_options import add_p2p_arguments
 
     bench = commands.add_parser("bench", help="measure this package's kernels on this GPU")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
@@ -52,20 +54,30 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "checked against the reference first; a wrong one is not timed. docs/benchmarking.md says what is measured.",
     )
     add_moe_arguments(moe, _BASELINES)
+    p2p = kinds.add_parser(
+        "p2p",
+        help="whether the GPUs of this host can share memory, how fast, and what is wrong if not",
+        description="Writes and reads each GPU's memory from every other one, in processes that are killed when they "
+        "hang. Exit status 1: a pair must not share memory as it is; 2: options that make no sense here. "
+        "docs/kernels/p2p-probe.md says what is measured.",
+    )
+    add_p2p_arguments(p2p)
 
 
 def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_sm120.tune.comm_options import add_comm_arguments
     from sglang_sm120.tune.options import add_tune_arguments
 
     tune = commands.add_parser(
         "tune",
-        help="measure every MoE runner on this machine and write the profile that the server chooses by",
+        help="measure MoE runners, or the all-reduce, on this machine and write the profile that the server chooses by",
         description="Times one layer of your model by every runner that covers it, at each token count, over random "
         "NVFP4 weights on this GPU. Every candidate is checked against the reference first; a wrong one is not timed. "
         "The result is a profile, by which `sglang serve --enable-sm120-opts` takes the fastest for each batch. "
-        "docs/tuning.md says what is measured.",
+        "With --comm the same is done for the all-reduce between GPUs. docs/tuning.md says what is measured.",
     )
     add_tune_arguments(tune)
+    add_comm_arguments(tune, _COMM_BASELINES)
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -101,6 +113,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    return {"moe": _bench_moe, "p2p": _bench_p2p}[args.bench](args)
+
+
+def _bench_moe(args: argparse.Namespace) -> int:
     from sglang_sm120.bench.moe import run
     from sglang_sm120.bench.options import moe_options
     from sglang_sm120.errors import Sm120Error
@@ -112,18 +128,46 @@ def _bench(args: argparse.Namespace) -> int:
         return 1
 
 
-def _tune(args: argparse.Namespace) -> int:
-    from sglang_sm120.errors import Sm120Error
-    from sglang_sm120.tune.options import tune_options
+def _bench_p2p(args: argparse.Namespace) -> int:
+    from sglang_sm120.bench.p2p import run
+    from sglang_sm120.bench.p2p_options import p2p_options
+    from sglang_sm120.errors import ConfigError, ContractError, Sm120Error
 
     try:
-        options = tune_options(args)
-        from sglang_sm120.tune.run import run
+        return run(p2p_options(args))
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | ContractError) else 1
 
-        return run(options)
+
+def _tune(args: argparse.Namespace) -> int:
+    from sglang_sm120.errors import Sm120Error
+
+    try:
+        return _tune_comm(args) if args.comm else _tune_moe(args)
     except Sm120Error as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _tune_moe(args: argparse.Namespace) -> int:
+    from sglang_sm120.tune.comm_options import require_no_comm_options
+    from sglang_sm120.tune.options import tune_options
+
+    require_no_comm_options(args)
+    options = tune_options(args)
+    from sglang_sm120.tune.run import run
+
+    return run(options)
+
+
+def _tune_comm(args: argparse.Namespace) -> int:
+    from sglang_sm120.tune.comm_options import comm_options
+
+    options = comm_options(args, _COMM_BASELINES)
+    from sglang_sm120.tune.comm import run
+
+    return run(options)
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -189,8 +189,8 @@ def read(path: Path | str) -> Profile:
     return profile
 
 
-def write(profile: Profile, path: Path | str) -> None:
-    """Write it, whole or not at all.
+def write(profile: msgspec.Struct, path: Path | str) -> None:
+    """Write a profile of any kind, whole or not at all.
 
     Raises: ConfigError: the file cannot be written.
     """

@@ -119,17 +119,7 @@ def opened(path: Path, machine: Machine, *, force: bool = False) -> Profile:
 
     Raises: ConfigError: the path cannot be written; or without `force`, the file is not a profile of this machine.
     """
-    part = path.with_name(path.name + ".part")  # as profile.write has it
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(None, "is a folder")
-        part.touch()
-        part.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"profile {path}: {error.strerror or error}", "a file that can be written", "name another with --output"
-        ) from error
+    require_writable(path)
     layers: list[Layer] = []
     if path.exists() and not force:
         old = _read(path, "name another file with --output, or pass --force to replace this one")
@@ -148,6 +138,21 @@ def opened(path: Path, machine: Machine, *, force: bool = False) -> Profile:
         machine=machine,
         layers=layers,
     )
+
+
+def require_writable(path: Path) -> None:
+    """Raises ConfigError, before anything is measured, where a profile cannot be written."""
+    part = path.with_name(path.name + ".part")  # as profile.write has it
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(None, "is a folder")
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"profile {path}: {error.strerror or error}", "a file that can be written", "name another with --output"
+        ) from error
 
 
 def merged(profile: Profile, shape: Shape, point: Point) -> Profile:

@@ -1,0 +1,1 @@
+"""Operations across the GPUs of one host, a process for each GPU."""
