@@ -84,6 +84,16 @@ OPTIONS: tuple[Option, ...] = (
         "file that it writes by default, if that is there and fits.",
     ),
     Option(
+        "sm120_all_reduce",
+        str,
+        "auto",
+        "Who sums over the tensor-parallel ranks of one host. auto: our kernels, which also add the residual and apply "
+        "RMSNorm, for sizes at which they should beat NCCL; SGLang's own path for all else. off: SGLang untouched. "
+        "one-shot, two-shot: our kernels of that family for every message that fits, or the server stops with the "
+        "reason. stock: FlashInfer's pcie_ipc, which SGLang has and leaves off.",
+        choices=("auto", "off", "one-shot", "two-shot", "stock"),
+    ),
+    Option(
         "sm120_verify",
         str,
         "auto",
@@ -112,6 +122,7 @@ class Sm120Options:
     sm120_moe_backend: str = "auto"
     sm120_moe_numerics: str = "auto"
     sm120_moe_profile: str = ""
+    sm120_all_reduce: str = "auto"
     sm120_verify: str = "auto"
     sm120_emulate: bool = False
 

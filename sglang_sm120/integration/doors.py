@@ -30,5 +30,9 @@ def register(door: str, register_function: Callable) -> None:
         from sglang_sm120.integration import metrics
 
         register_function(metrics.observe_forward)
+    elif door == hook("fused_attn_input").door:
+        from sglang_sm120.integration import all_reduce_fusion
+
+        register_function(all_reduce_fusion.FUSIONS)
     elif door not in (hook("routed_scaling").door, hook("fp4_gemm_backend").door):
         raise KeyError(door)  # those two patches change SGLang itself: there is nothing to hand over

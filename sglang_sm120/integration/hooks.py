@@ -1,61 +1,15 @@
 """The table of every place where this package touches SGLang, as data. `docs/hooks.md` is generated from it.
 
 EXTENSIONS are doors that SGLang offers; HOOKS are monkey-patches. Nothing here imports sglang: `apply.py` installs the
-rows, `check.py` compares them with a source tree.
+rows, `check.py` compares them with a source tree. The rows of the emulation are in `hooks_emulation.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from sglang_sm120.integration.hook_types import SGLANG_RANGE, Extension, Hook, Stage
+from sglang_sm120.integration.hooks_emulation import EMULATION_HOOKS
 
-SGLANG_RANGE = ((0, 5, 23), (0, 5, 24))
-"""First version that is served, and first that is not (pyproject.toml says the same; a test compares them)."""
-
-
-class Stage(Enum):
-    """Which processes install a hook, and when."""
-
-    PROCESS = "every SGLang process, at plugin load"
-    SCHEDULER = "scheduler processes, after the configuration is published"
-    EMULATION = "scheduler processes, only with --sm120-emulate"
-    CPU = "scheduler processes, only with --sm120-emulate on the CPU"
-
-
-@dataclass(frozen=True)
-class Extension:
-    """A supported door: `door` is SGLang's name for it, `entry` is ours."""
-
-    name: str
-    door: str
-    entry: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Hook:
-    """A monkey-patch.
-
-    target: dotted path of the function or method that is wrapped. kind: `after` or `around` (HookRegistry's words).
-    entry: our function, `module:name`. parameters: those of the target that the entry relies on. sources: SGLang
-    version -> digest of the target's source (see `check.source_digest`); any other source is refused. patch: file in
-    patches/ that makes the hook unnecessary, or None and `no_patch` says why. door: attribute, `module:name`, that the
-    patched SGLang has; where it is found the door is used and the hook is not installed.
-    """
-
-    name: str
-    target: str
-    kind: str
-    entry: str
-    stage: Stage
-    reason: str
-    parameters: tuple[str, ...]
-    sources: Mapping[str, str]
-    patch: str | None = None
-    door: str | None = None
-    no_patch: str = ""
-
+__all__ = ["EXTENSIONS", "HOOKS", "SGLANG_RANGE", "Extension", "Hook", "Stage", "hook"]
 
 _OPTIONS_PATCH = "0001-plugins-let-a-plugin-declare-server-options.patch"
 _OPTIONS_DOOR = "sglang.srt.plugins.server_options:register_server_options"
@@ -73,7 +27,8 @@ _FORWARD_DOOR = "sglang.srt.model_executor.forward_observer:register_forward_obs
 _FP4_PATCH = "0007-quantization-b12x-as-a-choice-of-fp4-gemm-backend-on-sm120.patch"
 _FP4_DOOR = "sglang.srt.layers.quantization.flashinfer_b12x:require_flashinfer_b12x"
 
-_EMULATION_ONLY = "Emulates hardware that is not there, for tests and demonstrations; upstream has no use for it."
+_FUSION_PATCH = "0008-layer-boundary-let-a-plugin-fuse-the-all-reduce-with-the-norm.patch"
+_FUSION_DOOR = "sglang.srt.layers.layer_boundary.fusions.registered:register_allreduce_fusion"
 
 EXTENSIONS: tuple[Extension, ...] = (
     Extension(
@@ -102,6 +57,13 @@ EXTENSIONS: tuple[Extension, ...] = (
         "Makes --fp4-gemm-backend take flashinfer_b12x, only where the package was asked for.",
     ),
     Extension(
+        "all_reduce_slot",
+        "sglang.srt.distributed.parallel_state.GroupCoordinator.pcie_ipc_comm",
+        "sglang_sm120.integration.all_reduce_slot:Slot",
+        "Reductions without a norm behind them: a communicator in the attribute that SGLang keeps for one of PCIe. It "
+        "asks the object, and prepares and destroys it; what was there before is kept and asked next.",
+    ),
+    Extension(
         "engine_keywords",
         "sglang.srt.entrypoints.engine.Engine.server_args_class",
         "sglang_sm120.integration.server_options:server_args_from_keywords",
@@ -109,7 +71,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     ),
 )
 
-HOOKS: tuple[Hook, ...] = (
+_SERVING_HOOKS: tuple[Hook, ...] = (
     Hook(
         name="cli_flags",
         target="sglang.srt.server_args.ServerArgs.add_cli_args",
@@ -223,76 +185,34 @@ HOOKS: tuple[Hook, ...] = (
         door=_FP4_DOOR,
     ),
     Hook(
-        name="emulate_modelopt_platform",
-        target="sglang.srt.layers.quantization.modelopt_quant.ModelOptNvFp4FusedMoEMethod.__init__",
+        name="fused_attn_input",
+        target="sglang.srt.layers.layer_boundary.fusions.allreduce.attn_input_fusions",
         kind="around",
-        entry="sglang_sm120.integration.emulation:pretend_blackwell",
-        stage=Stage.EMULATION,
-        reason="ModelOpt NVFP4 layers refuse to be built on a GPU before Blackwell.",
-        parameters=("self", "quant_config"),
-        sources={"0.5.23": "bd3f0532db658cef"},
-        no_patch=_EMULATION_ONLY,
+        entry="sglang_sm120.integration.all_reduce_fusion:attn_input_fusions",
+        stage=Stage.ALL_REDUCE,
+        reason="Offers our kernel where a layer's input completes the sum that the layer before left: all-reduce, "
+        "residual add and RMSNorm in one.",
+        parameters=("plan", "read"),
+        sources={"0.5.23": "05870f0d84a1a8d9"},
+        patch=_FUSION_PATCH,
+        door=_FUSION_DOOR,
     ),
     Hook(
-        name="emulate_compressed_tensors_platform",
-        target="sglang.srt.layers.quantization.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
-        ".get_moe_scheme",
+        name="fused_ffn_input",
+        target="sglang.srt.layers.layer_boundary.fusions.allreduce.ffn_input_fusions",
         kind="around",
-        entry="sglang_sm120.integration.emulation:pretend_blackwell",
-        stage=Stage.EMULATION,
-        reason="compressed-tensors NVFP4 layers refuse to be built on a GPU before Blackwell.",
-        parameters=("self", "layer", "layer_name"),
-        sources={"0.5.23": "298c043c4503d58c"},
-        no_patch=_EMULATION_ONLY,
-    ),
-    Hook(
-        name="emulate_compressed_tensors_capability",
-        target="sglang.srt.layers.quantization.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
-        "._check_scheme_supported",
-        kind="around",
-        entry="sglang_sm120.integration.emulation:capability_suffices",
-        stage=Stage.EMULATION,
-        reason="The same for its own check of the compute capability, which fails without a CUDA GPU.",
-        parameters=("self", "min_capability", "error"),
-        sources={"0.5.23": "7760c3d88f8c91bd"},
-        no_patch=_EMULATION_ONLY,
-    ),
-    Hook(
-        name="emulate_modelopt_float32",
-        target="sglang.srt.layers.quantization.modelopt_quant.ModelOptFp4Config.get_supported_act_dtypes",
-        kind="after",
-        entry="sglang_sm120.integration.emulation:allow_float32",
-        stage=Stage.EMULATION,
-        reason="Lets the emulation compute in float32, so that every token can be compared with a reference.",
-        parameters=("cls",),
-        sources={"0.5.23": "573f996bdf0a58b4"},
-        no_patch=_EMULATION_ONLY,
-    ),
-    Hook(
-        name="emulate_compressed_tensors_float32",
-        target="sglang.srt.layers.quantization.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
-        ".get_supported_act_dtypes",
-        kind="after",
-        entry="sglang_sm120.integration.emulation:allow_float32",
-        stage=Stage.EMULATION,
-        reason="The same for compressed-tensors.",
-        parameters=("cls",),
-        sources={"0.5.23": "0c45a3aae5a1e60d"},
-        no_patch=_EMULATION_ONLY,
-    ),
-    Hook(
-        name="emulate_routed_scaling",
-        target="sglang.srt.layers.moe.fused_moe_triton.layer._fuses_routed_scaling_factor_in_topk",
-        kind="around",
-        entry="sglang_sm120.integration.emulation:leave_routed_scaling_to_model",
-        stage=Stage.CPU,
-        reason="Off CUDA the models multiply by routed_scaling_factor themselves; folding it into the router weights "
-        "too would apply it twice.",
-        parameters=("quant_method", "runner_backend"),
-        sources={"0.5.23": "3c2c2914dc7914ce"},
-        no_patch=_EMULATION_ONLY,
+        entry="sglang_sm120.integration.all_reduce_fusion:ffn_input_fusions",
+        stage=Stage.ALL_REDUCE,
+        reason="The same behind attention.",
+        parameters=("plan",),
+        sources={"0.5.23": "ec13b7d7191bf3e8"},
+        patch=_FUSION_PATCH,
+        door=_FUSION_DOOR,
     ),
 )
+
+HOOKS = (*_SERVING_HOOKS, *EMULATION_HOOKS)
+"""In the order in which docs/hooks.md lists them."""
 
 
 def hook(name: str) -> Hook:

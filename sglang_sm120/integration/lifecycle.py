@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_sm120.integration import apply
+from sglang_sm120.integration import all_reduce_rules, apply
 from sglang_sm120.integration.hooks import Stage
 from sglang_sm120.options import Sm120Options, options_of
 
@@ -19,23 +19,28 @@ def on_process_ready(server_args: Any, role: str) -> None:
         return
     apply.verify({Stage.PROCESS})
     if role == "scheduler":
-        stages = scheduler_stages(options)
+        all_reduce_rules.turn_stock_on(options)
+        stages = scheduler_stages(options, server_args)
         for stage in stages:
             apply.install(stage)
         apply.verify(stages)
 
 
 def on_model_ready(model_runner: Any) -> None:
-    """Verify every hook, take the MoE layers and check their runners. Does nothing while the package is off."""
+    """Verify every hook, set up the all-reduce, take the MoE layers and check their runners.
+
+    Does nothing while the package is off.
+    """
     server_args = model_runner.server_args
     options = options_of(server_args)
     if not options.enable_sm120_opts:
         return
-    from sglang_sm120.integration import moe, resolution, self_check
+    from sglang_sm120.integration import all_reduce, moe, resolution, self_check
     from sglang_sm120.integration.metrics import METRICS
 
-    apply.verify({Stage.PROCESS, *scheduler_stages(options)})
+    apply.verify({Stage.PROCESS, *scheduler_stages(options, server_args)})
     apply.report_doors()
+    all_reduce.prepare(model_runner, options)
     if model_runner.startup_weight_load is not None:  # our runners refuse that mode before; the stock path may use it
         logger.warning("sglang-sm120: weights load while graphs are captured, so their scales are not checked")
         return
@@ -71,9 +76,13 @@ def captured_batches(server_args: Any) -> list[int]:
     return list(sizes) if sizes else [1, 2, 8, 64]
 
 
-def scheduler_stages(options: Sm120Options) -> set[Stage]:
+def scheduler_stages(options: Sm120Options, server_args: Any) -> set[Stage]:
     """The stages that a scheduler process of this server needs beyond Stage.PROCESS."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     stages = {Stage.SCHEDULER}
+    if all_reduce_rules.wanted(options, resolving_view(server_args)):
+        stages.add(Stage.ALL_REDUCE)
     if options.sm120_emulate:
         from sglang_sm120.testing.cpu_platform import is_active
 

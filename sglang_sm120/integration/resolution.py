@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_sm120.errors import ConfigError, Sm120Error, UnsupportedError
-from sglang_sm120.integration import apply
+from sglang_sm120.integration import all_reduce_rules, apply
 from sglang_sm120.options import ATTRIBUTE, Sm120Options, asked_for, options_of
 from sglang_sm120.plan.checkpoint import CheckpointFacts, inspect_checkpoint
 
@@ -49,6 +49,7 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
     apply.require_tree()
     require_machine(options)
     view = resolving_view(server_args)
+    all_reduce_rules.require(options, view)
     facts = inspect_checkpoint(view.model_path)
     if facts is not None:
         _require_checkpoint(facts, view, options)

@@ -20,7 +20,7 @@ from tests.e2e.conftest import ON_GPU, SERVER_ARGS
 pytestmark = pytest.mark.e2e
 
 NO_EMULATION = [word for word in SERVER_ARGS if word != "--sm120-emulate"]
-MAIN_HOOKS = [hook for hook in HOOKS if hook.stage in (Stage.PROCESS, Stage.SCHEDULER)]
+MAIN_HOOKS = [hook for hook in HOOKS if hook.stage in (Stage.PROCESS, Stage.SCHEDULER, Stage.ALL_REDUCE)]
 
 
 def refused(model: Path, args: list[str], env: dict[str, str] | None = None, *, before_weights: bool = True) -> str:

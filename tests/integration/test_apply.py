@@ -40,7 +40,7 @@ def test_every_stage_is_live_after_install_and_installing_twice_adds_nothing() -
     assert done.stdout.strip().startswith("live ")
 
 
-@pytest.mark.parametrize("stage", ["PROCESS", "SCHEDULER", "EMULATION", "CPU"])
+@pytest.mark.parametrize("stage", ["PROCESS", "SCHEDULER", "ALL_REDUCE", "EMULATION", "CPU"])
 def test_a_hook_that_is_not_there_is_named(stage: str) -> None:
     done = run_python(
         f"""

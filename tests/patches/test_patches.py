@@ -132,7 +132,7 @@ def test_a_damaged_emulation_target_is_still_noticed(patched: Path, tmp_path: Pa
 def test_our_functions_go_through_the_doors(patched: Path) -> None:
     code = """
         import sglang
-        from sglang_sm120.integration import apply, lifecycle, metrics, moe, server_options
+        from sglang_sm120.integration import all_reduce_fusion, apply, lifecycle, metrics, moe, server_options
         from sglang_sm120.integration.hooks import HOOKS, Stage
         for _ in range(2):
             for stage in Stage:
@@ -141,10 +141,12 @@ def test_our_functions_go_through_the_doors(patched: Path) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
         print("hooked", *sorted(row.name for row in HOOKS if HookRegistry._hooks.get(row.target)))
 
+        from sglang.srt.layers.layer_boundary.fusions.registered import _PROVIDERS
         from sglang.srt.layers.moe.moe_runner.layer_override import _OVERRIDES
         from sglang.srt.model_executor.forward_observer import _OBSERVERS
         from sglang.srt.plugins.lifecycle import _MODEL_READY, _PROCESS_READY
         from sglang.srt.plugins.server_options import _REGISTERED
+        assert _PROVIDERS == [all_reduce_fusion.FUSIONS]
         assert _OVERRIDES == [moe.serve_layer]
         assert _OBSERVERS == [metrics.observe_forward]
         assert (_PROCESS_READY, _MODEL_READY) == ([lifecycle.on_process_ready], [lifecycle.on_model_ready])
