@@ -75,10 +75,11 @@ def _draw_kind(axes: Any, profile: CommProfile, fused: bool, shown: list[str]) -
 
 
 def short(size: int) -> str:
-    """Bytes for an axis: 12K, 1.5M."""
+    """Bytes for an axis: 12K, 1020K, 1.5M."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if size >= unit:
-            return f"{size / unit:.3g}{letter}"
+            value = size / unit
+            return f"{value:.0f}{letter}" if value >= 100 else f"{value:.3g}{letter}"
     return str(size)
 
 

@@ -36,7 +36,7 @@ def test_a_rank_that_goes_ends_in_an_error_within_the_limit() -> None:
     assert second == "gone"
     took_s, _, found = first.split(" ", 2)
     assert 0.9 < float(took_s) < 5.0
-    assert re.match(r"rank 0 waited 1 s for a signal of rank 1 \(call 2, block [012], phase 0\)", found)
+    assert re.match(r"rank 0 waited 1 s for a signal of rank 1 \(call 2, block \d+, phase 0\)", found)
 
 
 def test_the_limit_of_a_captured_graph_can_be_changed() -> None:
