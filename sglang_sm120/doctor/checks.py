@@ -30,7 +30,7 @@ def run_checks(environ: Mapping[str, str] | None = None) -> list[Finding]:
     """Every check's findings, in the order in which a user would want to fix them."""
     environ = os.environ if environ is None else environ
     checks: tuple[Callable[[Mapping[str, str]], Iterator[Finding]], ...] = (
-        _sglang, _plugin_installed, _plugin_selected, _hooks, _variables, _device,
+        _sglang, _plugin_installed, _plugin_selected, _hooks, _variables, _device, _all_reduce,
     )  # fmt: skip
     return [finding for check in checks for finding in check(environ)]
 
@@ -129,3 +129,25 @@ def _device(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("ok", "GPU", device.describe())
     else:
         yield Finding("warning", "GPU", f"{device.describe()}; not SM120", "only --sm120-emulate works here, slowly")
+
+
+def _all_reduce(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What of this process' surroundings decides who sums over the ranks (docs/all-reduce.md)."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in environ.get(name, "").replace(" ", "").lower():
+            yield Finding(
+                "warning", "all-reduce", f"{name}={environ[name]}: our all-reduce is left out",
+                f"take expandable_segments out of {name}",
+            )  # fmt: skip
+    if environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        yield Finding(
+            "warning", "all-reduce", f"NCCL_P2P_DISABLE={environ['NCCL_P2P_DISABLE']}: our all-reduce is left out",
+            "unset NCCL_P2P_DISABLE; `sglang-sm120 bench p2p` says whether the GPUs reach each other",
+        )  # fmt: skip
+    if importlib.util.find_spec("mscclpp") is None:
+        yield Finding(
+            "ok", "MSCCL++", "not installed, and only --enable-mscclpp needs it",
+            "build its Python package from github.com/microsoft/mscclpp: the package index does not have it",
+        )  # fmt: skip
+    else:
+        yield Finding("ok", "MSCCL++", "installed: --enable-mscclpp can use it")

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,34 @@ def test_command_with_one_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setenv("SGLANG_PLUGINS", "smg")
     assert cli.main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("checks, 1 error\n")
+
+
+@pytest.mark.parametrize(
+    ("environ", "fix"),
+    [
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"},
+            "take expandable_segments out",
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:true"}, "take expandable_segments out of PYTORCH_ALLOC_CONF"),
+        ({"NCCL_P2P_DISABLE": "1"}, "unset NCCL_P2P_DISABLE"),
+    ],
+)
+def test_what_keeps_the_all_reduce_out(environ: dict[str, str], fix: str) -> None:
+    (found,) = [finding for finding in run_checks(environ) if finding.what == "all-reduce"]
+    assert found.level == "warning" and fix in found.fix and "is left out" in found.found
+
+
+def test_what_lets_the_all_reduce_be() -> None:
+    harmless = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "NCCL_P2P_DISABLE": "0"}
+    assert not [finding for finding in run_checks(harmless) if finding.what == "all-reduce"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_mscclpp(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if there:
+        (tmp_path / "mscclpp.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = [finding for finding in run_checks({}) if finding.what == "MSCCL++"]
+    assert found.level == "ok" and found.found.startswith("installed" if there else "not installed")
+    assert bool(found.fix) is not there
