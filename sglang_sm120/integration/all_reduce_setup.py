@@ -35,6 +35,9 @@ Less than the 300 s of SGLang's own watchdog, which could not say which rank is 
 WINDOW_LIMIT_BYTES = 128 << 20
 """Of a window, on each GPU. Guess: room for messages of 2 MB and more between 8 GPUs, which is what decode sends."""
 
+NAMED_BYTES = 1 << 20
+"""The largest message of a family by name: 85 tokens of hidden size 6144. Guess."""
+
 _FAMILIES = {"one-shot": config.LAMPORT, "two-shot": config.TWO_SHOT_PUSH}
 _FIX = "`sglang-sm120 bench p2p` finds what is wrong; --sm120-all-reduce off serves without"
 
@@ -80,12 +83,11 @@ def ranges_for(
 
     measured: the host's profile. What it says of messages too large for WINDOW_LIMIT_BYTES is left to SGLang.
     """
-    default = config.DEFAULT_RANGES[world_size]
     if choice != "auto":
-        family = (Range(default[-1].max_bytes, _FAMILIES[choice]),)
+        family = (Range(NAMED_BYTES, _FAMILIES[choice]),)
         return family, family
     if measured is None:
-        return default, default
+        return config.DEFAULT_RANGES[world_size], config.DEFAULT_RANGES[world_size]
     limit = max((entry.max_bytes for fused in (False, True) for entry in measured.ranges(fused=fused)), default=0)
     while True:
         plain, norm = (_clipped(measured.ranges(fused=fused), limit) for fused in (False, True))

@@ -268,7 +268,7 @@ def test_a_family_serves_all_that_the_windows_are_made_for(world_size: int) -> N
     for family in ("one-shot", "two-shot"):
         (only,), with_norm = setup.ranges_for(family, world_size)
         assert only.algorithm.startswith(family) and with_norm == (only,)
-        assert only.max_bytes == default[-1].max_bytes
+        assert only.max_bytes == setup.NAMED_BYTES
 
 
 class Measured:

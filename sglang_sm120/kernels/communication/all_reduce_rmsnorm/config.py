@@ -101,13 +101,13 @@ class Range:
 
 
 DEFAULT_RANGES: dict[int, tuple[Range, ...]] = {
-    # 8 GPUs lose to NCCL from about 48 KB by one-shot, 4 from 120 KB (published for RTX PRO 6000); where two-shot ends
-    # is a guess, and every host's own profile replaces all of it.
-    2: (Range(1 << 20, LAMPORT),),  # between two, two-shot sends as much
-    4: (Range(96 << 10, LAMPORT), Range(512 << 10, TWO_SHOT_PUSH)),
-    8: (Range(32 << 10, LAMPORT), Range(256 << 10, TWO_SHOT_PUSH)),
+    # 8 GPUs lose to NCCL from about 48 KB by one-shot, 4 from 120 KB (published for RTX PRO 6000). Above, two-shot may
+    # win or not: a host's own profile says so, and replaces all of it.
+    2: (Range(256 << 10, LAMPORT),),
+    4: (Range(96 << 10, LAMPORT),),
+    8: (Range(32 << 10, LAMPORT),),
 }
-"""World size -> what serves a message where no profile says it; larger ones are left to others."""
+"""World size -> what serves a message where no profile says it; larger ones are left to others. Guess."""
 
 
 def choose(ranges: Sequence[Range], message_bytes: int) -> str | None:
