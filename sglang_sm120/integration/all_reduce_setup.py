@@ -29,8 +29,8 @@ from sglang_sm120.tune.comm_profile import CommProfile
 logger = logging.getLogger(__name__)
 
 SERVING_LIMIT_S = 240.0
-"""How long a kernel waits for a peer once the model is there. Ranks part by what each does alone, which while graphs are
-captured may be compiling for minutes; less than the 300 s of SGLang's own watchdog, which cannot say which is missing."""
+"""How long a kernel waits for a peer once the model is there: while graphs are captured, one may compile for minutes.
+Less than the 300 s of SGLang's own watchdog, which could not say which rank is missing."""
 
 WINDOW_LIMIT_BYTES = 128 << 20
 """Of a window, on each GPU. Guess: room for messages of 2 MB and more between 8 GPUs, which is what decode sends."""
