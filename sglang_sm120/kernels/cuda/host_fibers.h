@@ -50,6 +50,7 @@ struct Block {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     char* stacks = nullptr;
+    unsigned num_stacks = 0;
     unsigned threads = 0, alive = 0, at_barrier = 0, current = 0;
     unsigned idle_rounds = 0;  // in a row, in which threads only slept
     void (*kernel)(const void*) = nullptr;
@@ -171,15 +172,23 @@ __attribute__((noinline)) inline void resume(unsigned index) {
     setcontext(&fiber.entry);
 }
 
+// As many as a block needs, since each is two mappings, of which Linux gives a process 65,530: many libraries share them.
 inline void make_stacks() {
-    if (block.stacks) return;
-    void* memory = mmap(nullptr, MAX_THREADS * (STACK_BYTES + PAGE), PROT_READ | PROT_WRITE,
+    if (block.threads <= block.num_stacks) return;
+    if (block.stacks) munmap(block.stacks, block.num_stacks * (STACK_BYTES + PAGE));
+    block.num_stacks = (block.threads + 63) / 64 * 64;
+    void* memory = mmap(nullptr, block.num_stacks * (STACK_BYTES + PAGE), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) std::abort();
+    bool made = memory != MAP_FAILED;
     block.stacks = static_cast<char*>(memory);
-    for (unsigned i = 0; i < MAX_THREADS; ++i)  // a page below each stack that faults when the stack overflows
-        mprotect(block.stacks + i * (STACK_BYTES + PAGE), PAGE, PROT_NONE);
+    for (unsigned i = 0; made && i < block.num_stacks; ++i)  // a page below each stack that faults when the stack overflows
+        made = mprotect(block.stacks + i * (STACK_BYTES + PAGE), PAGE, PROT_NONE) == 0;
+    if (!made) {
+        std::perror("stacks for the threads of a CUDA block on the CPU (is vm.max_map_count reached?)");
+        std::abort();
+    }
     block.fibers.resize(MAX_THREADS);
+    for (Fiber& fiber : block.fibers) fiber.started = false;  // those that were suspended had their stacks in the old memory
 }
 
 // `__shared__` is `static thread_local` here: all of a library's thread-local variables lie in one range of memory,
