@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sglang_sm120.errors import ConfigError
+from sglang_sm120.integration import all_reduce_rules
 from sglang_sm120.integration.check import check_tree, version_problem
 from sglang_sm120.options import Sm120Options, flag_given, resolve
 
@@ -133,17 +134,8 @@ def _device(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _all_reduce(environ: Mapping[str, str]) -> Iterator[Finding]:
     """What of this process' surroundings decides who sums over the ranks (docs/all-reduce.md)."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in environ.get(name, "").replace(" ", "").lower():
-            yield Finding(
-                "warning", "all-reduce", f"{name}={environ[name]}: our all-reduce is left out",
-                f"take expandable_segments out of {name}",
-            )  # fmt: skip
-    if environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        yield Finding(
-            "warning", "all-reduce", f"NCCL_P2P_DISABLE={environ['NCCL_P2P_DISABLE']}: our all-reduce is left out",
-            "unset NCCL_P2P_DISABLE; `sglang-sm120 bench p2p` says whether the GPUs reach each other",
-        )  # fmt: skip
+    for obstacle in all_reduce_rules.of_environment(environ):
+        yield Finding("warning", "all-reduce", f"{obstacle.found}: our all-reduce is left out", obstacle.fix)
     if importlib.util.find_spec("mscclpp") is None:
         yield Finding(
             "ok", "MSCCL++", "not installed, and only --enable-mscclpp needs it",

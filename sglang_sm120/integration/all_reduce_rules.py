@@ -60,22 +60,38 @@ def uncovered(options: Sm120Options, view: Any, environ: Mapping[str, str] | Non
         return Obstacle(f"--tp {view.tp_size}", "a tensor-parallel size of 2, 4 or 8")
     if view.nnodes > 1:
         return Obstacle(f"--nnodes {view.nnodes}", "one host, whose GPUs map each other's memory")
-    for name in _ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in environ.get(name, "").replace(" ", "").lower():
-            needed = (
-                "ordinary segments: CUDA IPC, by which GPUs share memory, does not go together with expandable ones"
-            )
-            return Obstacle(f"{name}={environ[name]}", needed, f"take expandable_segments out of {name}")
+    obstacle = _allocator(environ)
+    if obstacle is not None:
+        return obstacle
     if view.attn_dp_size > 1 or view.enable_dp_attention:
         return Obstacle("attention data parallelism", "attention over all tensor-parallel ranks")
     for flag, needed in _FLAGS.items():
         value = getattr(view, flag[2:].replace("-", "_"))
         if value and value != "none":
             return Obstacle(flag if value is True else f"{flag} {value}", needed, f"drop {flag}")
-    if options.sm120_all_reduce == "auto" and environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        found = f"NCCL_P2P_DISABLE={environ['NCCL_P2P_DISABLE']}"
-        return Obstacle(found, "GPUs that may reach each other's memory", "unset NCCL_P2P_DISABLE")
+    return _p2p_disabled(environ) if options.sm120_all_reduce == "auto" else None
+
+
+def of_environment(environ: Mapping[str, str]) -> list[Obstacle]:
+    """What of the environment alone keeps our kernels out on auto. For `doctor`: imports neither torch nor SGLang."""
+    return [obstacle for obstacle in (_allocator(environ), _p2p_disabled(environ)) if obstacle is not None]
+
+
+def _allocator(environ: Mapping[str, str]) -> Obstacle | None:
+    for name in _ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environ.get(name, "").replace(" ", "").lower():
+            needed = (
+                "ordinary segments: CUDA IPC, by which GPUs share memory, does not go together with expandable ones"
+            )
+            return Obstacle(f"{name}={environ[name]}", needed, f"take expandable_segments out of {name}")
     return None
+
+
+def _p2p_disabled(environ: Mapping[str, str]) -> Obstacle | None:
+    if environ.get("NCCL_P2P_DISABLE", "0") in ("", "0"):
+        return None
+    found = f"NCCL_P2P_DISABLE={environ['NCCL_P2P_DISABLE']}"
+    return Obstacle(found, "GPUs that may reach each other's memory", "unset NCCL_P2P_DISABLE")
 
 
 # A communicator is one order of calls: on one stream, or on streams that wait for each other.
