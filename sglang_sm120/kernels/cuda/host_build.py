@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sglang_sm120.errors import ConfigError, ContractError, UnsupportedError
 from sglang_sm120.kernels.cuda import build
+from sglang_sm120.kernels.cuda.access_policy import AccessPolicyWindow
 
 _FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-x", "c++", "-DSM120_HOST",
@@ -43,8 +44,9 @@ class HostModule:
         shared_bytes: int = 0,
         stream: int | None = None,
         programmatic: bool = False,
+        window: AccessPolicyWindow | None = None,
     ) -> None:
-        """Run a kernel to its end, block after block. `stream` and `programmatic` change nothing here.
+        """Run a kernel to its end, block after block. `stream`, `programmatic` and `window` change nothing here.
 
         Raises:
             ContractError: no such kernel; `args` not of the size of the kernel's struct; a grid or block out of range;

@@ -17,6 +17,7 @@ import torch
 
 from sglang_sm120.errors import ContractError, UnsupportedError
 from sglang_sm120.kernels.cuda import build, host_build
+from sglang_sm120.kernels.cuda.access_policy import AccessPolicyWindow, check_fits, to_driver
 from sglang_sm120.kernels.cuda.host_build import HostModule, check_args_size, check_launch
 
 __all__ = ["HostModule", "KernelModule", "load"]
@@ -87,7 +88,7 @@ class _Kernel:
             driver, "cuFuncGetAttribute", attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self.function
         )
         self.dynamic_shared = max(0, _DEFAULT_SHARED_BYTES - self.static_shared)  # what a launch may ask for now
-        self.configs: dict[tuple[int, int, int, int], Any] = {}  # of programmatic launches
+        self.configs: dict[tuple[Any, ...], Any] = {}  # of launches with attributes
 
 
 class KernelModule:
@@ -121,6 +122,7 @@ class KernelModule:
         shared_bytes: int = 0,
         stream: int | None = None,
         programmatic: bool = False,
+        window: AccessPolicyWindow | None = None,
     ) -> None:
         """Put a kernel on a stream; does not wait for it.
 
@@ -134,10 +136,12 @@ class KernelModule:
             stream: a raw handle; None is torch's current stream on the module's device.
             programmatic: the kernel may start before the one ahead of it in the stream has finished; it must call
                 grid_dependency_wait() before it touches what that one reads or writes.
+            window: what L2 does with a range that this kernel reads; None leaves it the stream's.
 
         Raises:
-            ContractError: no such kernel, args of another size, sizes out of range, more shared memory than there is.
-            UnsupportedError: the driver refuses the launch.
+            ContractError: no such kernel, args of another size, sizes out of range, more shared memory than there is,
+                a window that is longer than the device's longest.
+            UnsupportedError: the driver refuses the launch; a device without windows.
 
         Capturable in a CUDA graph. The first launch with over 48 KiB of shared memory sets a function attribute, which
         capture permits.
@@ -154,8 +158,8 @@ class KernelModule:
         driver = self._driver
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         pointer = ctypes.addressof(parameters)
-        if programmatic:
-            config = self._config(kernel, grid, block, shared_bytes, stream)
+        if programmatic or window is not None:
+            config = self._config(kernel, (grid, block, shared_bytes, stream, programmatic, window))
             (error,) = driver.cuLaunchKernelEx(config, kernel.function, pointer, 0)
         else:
             (error,) = driver.cuLaunchKernel(kernel.function, grid, 1, 1, block, 1, 1, shared_bytes, stream, pointer, 0)
@@ -177,25 +181,42 @@ class KernelModule:
             )
         kernel.dynamic_shared = shared_bytes
 
-    def _config(self, kernel: _Kernel, grid: int, block: int, shared_bytes: int, stream: int) -> Any:
+    def _config(
+        self, kernel: _Kernel, key: tuple[int, int, int, int, bool, AccessPolicyWindow | None]
+    ) -> Any:  # CUlaunchConfig
         """Kept and never changed: building one costs more than a launch."""
-        key = (grid, block, shared_bytes, stream)
         config = kernel.configs.get(key)
         if config is None:
             driver = self._driver
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
+            grid, block, shared_bytes, stream, programmatic, window = key
             config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
             config.sharedMemBytes = shared_bytes
             config.hStream = stream
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes = self._attributes(programmatic, window)
+            config.attrs, config.numAttrs = attributes, len(attributes)
             if len(kernel.configs) >= 1024:  # grids that vary with every batch
                 kernel.configs.clear()
             kernel.configs[key] = config
         return config
+
+    def _attributes(self, programmatic: bool, window: AccessPolicyWindow | None) -> list[Any]:
+        driver = self._driver
+        names, attributes = driver.CUlaunchAttributeID, []
+        if programmatic:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if window is not None:
+            longest = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE
+            check_fits(window, _call(driver, "cuDeviceGetAttribute", longest, _call(driver, "cuCtxGetDevice")))
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW
+            attribute.value.accessPolicyWindow = to_driver(driver, window)
+            attributes.append(attribute)
+        return attributes
 
 
 def _cuda_driver() -> Any:

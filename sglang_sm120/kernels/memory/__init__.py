@@ -1,0 +1,1 @@
+"""What stays in L2, and what is there before it is asked for."""
