@@ -28,11 +28,12 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...] = ()
+    metavar: str = "FILE"
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What may follow the flag: the choices, "FILE", or nothing for a switch."""
-        return () if self.kind is bool else self.choices or ("FILE",)
+        """What may follow the flag: the choices, what stands for a free value, or nothing for a switch."""
+        return () if self.kind is bool else self.choices or (self.metavar,)
 
     @property
     def default_text(self) -> str:
@@ -94,6 +95,32 @@ OPTIONS: tuple[Option, ...] = (
         choices=("auto", "off", "one-shot", "two-shot", "stock"),
     ),
     Option(
+        "sm120_l2",
+        str,
+        "off",
+        "Dense weights in L2, inside decode graphs. prefetch: what the next phase reads is fetched while attention or "
+        "an all-reduce leaves the bus idle. persist: as many of the first layers' projections as fit are kept in L2 "
+        "from one step to the next by access policy windows. both. Neither changes a result. Off by default: measure "
+        "with `sglang-sm120 bench l2` whether this machine gains.",
+        choices=("off", "persist", "prefetch", "both"),
+    ),
+    Option(
+        "sm120_l2_prefetch_mb",
+        str,
+        "",
+        "How much each prefetch may fetch, in MB (2^20 bytes): one number, or three for under attention, under the "
+        "all-reduce behind it, and under the one behind the FFN; 0 leaves one out. Left out: a quarter of L2 for each "
+        "of the last two.",
+        metavar="MB[,MB,MB]",
+    ),
+    Option(
+        "sm120_l2_persist_mb",
+        str,
+        "",
+        "How much of L2 is set aside for what persists, in MB (2^20 bytes). Left out: all that the GPU allows.",
+        metavar="MB",
+    ),
+    Option(
         "sm120_verify",
         str,
         "auto",
@@ -123,6 +150,9 @@ class Sm120Options:
     sm120_moe_numerics: str = "auto"
     sm120_moe_profile: str = ""
     sm120_all_reduce: str = "auto"
+    sm120_l2: str = "off"
+    sm120_l2_prefetch_mb: str = ""
+    sm120_l2_persist_mb: str = ""
     sm120_verify: str = "auto"
     sm120_emulate: bool = False
 
@@ -130,6 +160,31 @@ class Sm120Options:
     def needs_own_runner(self) -> bool:
         """Whether the stock path cannot serve: another runner was asked for by name, or there is no SM120 GPU."""
         return self.sm120_moe_backend not in ("auto", "flashinfer_cutlass") or self.sm120_emulate
+
+    @property
+    def l2_prefetches(self) -> bool:
+        return self.sm120_l2 in ("prefetch", "both")
+
+    @property
+    def l2_persists(self) -> bool:
+        return self.sm120_l2 in ("persist", "both")
+
+    def l2_prefetch_bytes(self) -> tuple[int, int, int] | None:
+        """Of each of the three prefetches; None: by the device's L2. Raises: ConfigError."""
+        if not self.sm120_l2_prefetch_mb:
+            return None
+        parts = self.sm120_l2_prefetch_mb.split(",")
+        sizes = [_megabytes("--sm120-l2-prefetch-mb", part) for part in parts]
+        if len(sizes) not in (1, 3):
+            raise ConfigError(
+                f"--sm120-l2-prefetch-mb {self.sm120_l2_prefetch_mb}", "one number or three", "such as 26,35,20"
+            )
+        first, second, third = sizes if len(sizes) == 3 else sizes * 3
+        return first, second, third
+
+    def l2_persist_bytes(self) -> int | None:
+        """To set aside; None: all that the device allows. Raises: ConfigError."""
+        return _megabytes("--sm120-l2-persist-mb", self.sm120_l2_persist_mb) if self.sm120_l2_persist_mb else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.as_dict(),)
@@ -287,12 +342,46 @@ def _check_contradictions(options: Sm120Options, explicit: list[str]) -> None:
             "--sm120-moe-backend auto: a profile chooses among runners",
             "drop one of the two",
         )
+    _check_l2(options)
     if options.sm120_moe_backend == "flashinfer_cutlass" and options.sm120_emulate:
         raise ConfigError(
             "--sm120-moe-backend flashinfer_cutlass with --sm120-emulate",
             "an SM120 GPU: the stock CUTLASS kernels cannot be emulated",
             "use --sm120-moe-backend native or reference, or drop --sm120-emulate on an SM120 GPU",
         )
+
+
+def _check_l2(options: Sm120Options) -> None:
+    for flag, value, needed in (
+        ("--sm120-l2-prefetch-mb", options.l2_prefetch_bytes(), "prefetch"),
+        ("--sm120-l2-persist-mb", options.l2_persist_bytes(), "persist"),
+    ):
+        if value is not None and options.sm120_l2 not in (needed, "both"):
+            raise ConfigError(
+                f"{flag} with --sm120-l2 {options.sm120_l2}",
+                f"--sm120-l2 {needed} or both, which it is a size of",
+                f"add --sm120-l2 {needed}, or drop {flag}",
+            )
+    if options.l2_prefetch_bytes() == (0, 0, 0) or options.l2_persist_bytes() == 0:
+        raise ConfigError(
+            f"a size of 0 with --sm120-l2 {options.sm120_l2}",
+            "something to fetch or to keep",
+            "use --sm120-l2 off, or only one of prefetch and persist",
+        )
+
+
+_MOST_MB = 4096  # no GPU has as much L2
+
+
+def _megabytes(flag: str, text: str) -> int:
+    """Bytes. Raises: ConfigError for what is no number of MB."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _MOST_MB:
+        raise ConfigError(f"{flag} {text!r}", f"a number of MB from 0 to {_MOST_MB}", "such as 16")
+    return int(value * (1 << 20))
 
 
 def _nearest(word: str, among: Iterable[str] | None = None) -> str:

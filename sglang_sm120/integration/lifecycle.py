@@ -27,7 +27,7 @@ def on_process_ready(server_args: Any, role: str) -> None:
 
 
 def on_model_ready(model_runner: Any) -> None:
-    """Verify every hook, set up the all-reduce, take the MoE layers and check their runners.
+    """Verify every hook, set up the all-reduce, take the MoE layers, plan what goes into L2 and check the runners.
 
     Does nothing while the package is off.
     """
@@ -35,7 +35,7 @@ def on_model_ready(model_runner: Any) -> None:
     options = options_of(server_args)
     if not options.enable_sm120_opts:
         return
-    from sglang_sm120.integration import all_reduce, moe, resolution, self_check
+    from sglang_sm120.integration import all_reduce, l2, moe, resolution, self_check
     from sglang_sm120.integration.metrics import METRICS
 
     apply.verify({Stage.PROCESS, *scheduler_stages(options, server_args)})
@@ -59,6 +59,7 @@ def on_model_ready(model_runner: Any) -> None:
             METRICS.layers_taken(1, layer.choice)
         if METRICS.installed and taken:
             METRICS.expert_counts = taken[len(taken) // 2].count_experts()
+    l2.prepare(model_runner, options)
     self_check.run(taken, options, captured_batches(server_args), prefill)
 
 
@@ -71,7 +72,9 @@ def largest_batch(server_args: Any) -> int:
 
 def captured_batches(server_args: Any) -> list[int]:
     """Token counts of the decode graphs, or some where none are captured."""
-    graphs = server_args.cuda_graph_config
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    graphs = resolving_view(server_args).cuda_graph_config
     sizes = graphs.decode.bs if graphs is not None else None
     return list(sizes) if sizes else [1, 2, 8, 64]
 

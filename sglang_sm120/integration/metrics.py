@@ -23,6 +23,7 @@ TOKENS = "sglang:sm120_moe_tokens_total"
 FALLBACKS = "sglang:sm120_moe_fallbacks_total"
 SELFCHECK = "sglang:sm120_moe_selfcheck"
 EXPERTS = "sglang:sm120_moe_distinct_experts_total"
+L2_BYTES = "sglang:sm120_l2_prefetched_bytes_total"
 EXPERT_BATCHES = "sglang:sm120_moe_distinct_experts_batches_total"
 
 SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -40,6 +41,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("runner", "numerics", "result"),
     ),
     EXPERTS: ("Experts of this rank that a batch touched in one MoE layer, added up over batches.", ("rows_le",)),
+    L2_BYTES: ("Bytes of dense weights that decode graphs asked L2 for ahead of their use.", ()),
     EXPERT_BATCHES: ("The batches that sm120_moe_distinct_experts_total is the sum over.", ("rows_le",)),
 }
 """Name -> help text and labels; SGLang's own rank labels come before these."""
@@ -57,13 +59,15 @@ class MoeMetrics:
 
     The methods may be called before `install`: what was counted by then is published with it.
 
-    chooser: for the layers that were taken without one of their own. expert_counts: of one layer.
+    chooser: for the layers that were taken without one of their own. expert_counts: of one layer. l2_bytes: rows of a
+    decode graph -> bytes that a replay prefetches.
     values: (name, label values) -> what is shown.
     """
 
     def __init__(self) -> None:
         self.chooser: Chooser | None = None
         self.expert_counts: ExpertCounts | None = None
+        self.l2_bytes: Callable[[int], int] | None = None
         self.values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._layers: list[tuple[int, Chooser | None]] = []
         self._served: dict[int, dict[Choice | None, int]] = {}  # rows -> choice -> layers
@@ -79,7 +83,7 @@ class MoeMetrics:
     @property
     def counts_forwards(self) -> bool:
         """Whether a forward pass is worth the look: somebody can read the count, and there is something to count."""
-        return self.installed and bool(self._layers)
+        return self.installed and bool(self._layers or self.l2_bytes)
 
     def layers_taken(self, count: int, chooser: Chooser | None = None) -> None:
         """This many more MoE layers of the target model choose a runner by `chooser` (None: by `self.chooser`)."""
@@ -121,6 +125,12 @@ class MoeMetrics:
         self._add(CALLS, labels, sum(count for count, _ in self._layers) if layers is None else layers)
         self._add(TOKENS, labels, num_tokens)
 
+    def l2_prefetched(self, rows: int) -> None:
+        """One decode graph of so many rows was replayed."""
+        num_bytes = self.l2_bytes(rows) if self.l2_bytes is not None else 0
+        if num_bytes:
+            self._add(L2_BYTES, (), num_bytes)
+
     def distinct_experts(self, rows_le: int, experts: int, batches: int) -> None:
         """So many more batches of up to `rows_le` rows (a power of two), which touched so many experts in all."""
         self._add(EXPERTS, (str(rows_le),), experts)
@@ -149,6 +159,7 @@ class MoeMetrics:
     def stop(self) -> None:
         """Count no more forward passes in this process; what was counted stays."""
         self._layers.clear()
+        self.l2_bytes = None
 
     def _add(self, name: str, labels: tuple[str, ...], amount: float) -> None:
         # Straight into prometheus' memory-mapped file, about a microsecond: a scrape is answered by another process,
@@ -225,6 +236,9 @@ def _observe(model_runner: Any, forward_batch: Any, output: Any) -> None:
         phase = phase_of(forward_batch.forward_mode)
         for choice, layers in METRICS.layers_by_choice(rows).items():
             METRICS.forward(num_tokens, phase, choice, layers)
+        eager_ones = model_runner.device == "cpu"  # where there are no graphs
+        if (output.can_run_graph or eager_ones) and forward_batch.forward_mode.is_cuda_graph():
+            METRICS.l2_prefetched(rows)
     if METRICS.expert_counts is not None:
         METRICS.expert_counts.publish(METRICS.distinct_experts)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_sm120.errors import ConfigError, Sm120Error, UnsupportedError
-from sglang_sm120.integration import all_reduce_rules, apply
+from sglang_sm120.integration import all_reduce_rules, apply, l2_rules
 from sglang_sm120.options import ATTRIBUTE, Sm120Options, asked_for, options_of
 from sglang_sm120.plan.checkpoint import CheckpointFacts, inspect_checkpoint
 
@@ -50,6 +50,7 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
     require_machine(options)
     view = resolving_view(server_args)
     all_reduce_rules.require(options, view)
+    l2_rules.require(options, view)
     facts = inspect_checkpoint(view.model_path)
     if facts is not None:
         _require_checkpoint(facts, view, options)
