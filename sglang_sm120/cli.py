@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_sm120.bench.l2_options import add_l2_arguments
     from sglang_sm120.bench.options import add_moe_arguments
     from sglang_sm120.bench.p2p_options import add_p2p_arguments
 
@@ -62,6 +63,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "docs/kernels/p2p-probe.md says what is measured.",
     )
     add_p2p_arguments(p2p)
+    l2 = kinds.add_parser(
+        "l2",
+        help="what prefetches into L2, and access policy windows, gain",
+        description="Times the step of a stack of decoder layers with and without prefetches of dense weights, and "
+        "each dense projection alone. A wait of one thread stands for each all-reduce. Every candidate's output is "
+        "compared first; one that differs is not timed. docs/benchmarking.md says what is measured.",
+    )
+    add_l2_arguments(l2)
 
 
 def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -113,7 +122,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    return {"moe": _bench_moe, "p2p": _bench_p2p}[args.bench](args)
+    return {"moe": _bench_moe, "p2p": _bench_p2p, "l2": _bench_l2}[args.bench](args)
 
 
 def _bench_moe(args: argparse.Namespace) -> int:
@@ -138,6 +147,18 @@ def _bench_p2p(args: argparse.Namespace) -> int:
     except Sm120Error as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError | ContractError) else 1
+
+
+def _bench_l2(args: argparse.Namespace) -> int:
+    from sglang_sm120.bench.l2 import run
+    from sglang_sm120.bench.l2_options import l2_options
+    from sglang_sm120.errors import Sm120Error
+
+    try:
+        return run(l2_options(args))
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def _tune(args: argparse.Namespace) -> int:

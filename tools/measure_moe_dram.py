@@ -11,68 +11,26 @@ of this table: ncu serialises kernels that overlap otherwise.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from ncu_table import MARKER, Kernel, profile
 
 from sglang_sm120.bench.moe_cases import Candidate, random_weights
 from sglang_sm120.bench.options import BACKENDS, ORDERS, ModelShape, model_shape
 from sglang_sm120.bench.plot import require_matplotlib
 from sglang_sm120.bench.routing import bytes_per_expert, random_routing
 from sglang_sm120.bench.timing import require_gpu
-from sglang_sm120.errors import Sm120Error, UnsupportedError
+from sglang_sm120.errors import Sm120Error
 
-METRICS = ("dram__bytes_read.sum", "lts__t_sector_hit_rate.pct", "gpu__time_duration.sum")
-MARKER = "spin_kernel"  # of torch.cuda._sleep: launched before every configuration
 _ELEMENT_BYTES = 2  # of bfloat16
-_NCU_TIMEOUT_S = 580
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One launch. name as ncu has it; times in microseconds."""
-
-    name: str
-    read_bytes: float
-    l2_hit_percent: float
-    time_us: float
-
-
-def kernels_by_configuration(output: str) -> list[list[Kernel]]:
-    """The launches that ncu's CSV lists, split at the markers.
-
-    Raises: UnsupportedError if there is no table in it.
-    """
-    start = output.find('"ID"')
-    if start < 0:
-        raise UnsupportedError(
-            f"ncu printed no table: {' '.join(output.split())[-400:]}",
-            "ncu with the permission to read hardware counters",
-            "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
-        )
-    launches: dict[str, dict[str, str]] = {}
-    for row in csv.DictReader(io.StringIO(output[start:])):
-        if row.get("Metric Name") in METRICS:
-            launch = launches.setdefault(row["ID"], {"name": row["Kernel Name"]})
-            launch[row["Metric Name"]] = row["Metric Value"].replace(",", "")
-    groups: list[list[Kernel]] = []
-    for launch in launches.values():
-        if MARKER in launch["name"]:
-            groups.append([])
-        elif groups:
-            read_bytes, hit_percent, time_ns = (float(launch.get(metric, "nan")) for metric in METRICS)
-            groups[-1].append(Kernel(launch["name"], read_bytes, hit_percent, time_ns / 1e3))
-    return groups
 
 
 def table(configurations: list[dict], groups: list[list[Kernel]]) -> str:
@@ -174,32 +132,12 @@ def child(args: argparse.Namespace) -> None:
     Path(args.child).write_text(json.dumps(done))
 
 
-def profile(arguments: list[str]) -> tuple[list[dict], list[list[Kernel]]]:
-    """Run this program's child under ncu.
-
-    Raises: UnsupportedError without ncu, or where it fails.
-    """
-    program = shutil.which("ncu")
-    if program is None:
-        raise UnsupportedError(
-            "no ncu on PATH", "NVIDIA Nsight Compute, for hardware counters", "install it, or add its folder to PATH"
-        )
+def profiled(arguments: list[str]) -> tuple[list[dict], list[list[Kernel]]]:
+    """This program's child under ncu: what it ran, and its kernels."""
     with tempfile.TemporaryDirectory(prefix="measure-moe-dram-") as folder:
         described = Path(folder) / "configurations.json"
-        command = [
-            program, "--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off",
-            "--target-processes", "all", "--metrics", ",".join(METRICS),
-            sys.executable, str(Path(__file__).resolve()), *arguments, "--child", str(described),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_NCU_TIMEOUT_S)
-        sys.stderr.write("".join(line for line in done.stderr.splitlines(True) if "not covered" in line))
-        if done.returncode or not described.exists():
-            raise UnsupportedError(
-                f"ncu exited with {done.returncode}: {' '.join((done.stdout + done.stderr).split())[-1500:]}",
-                "a run without an error",
-                f"look at it: {' '.join(command)}",
-            )
-        return json.loads(described.read_text()), kernels_by_configuration(done.stdout)
+        groups = profile(Path(__file__), [*arguments, "--child", str(described)])
+        return json.loads(described.read_text()), groups
 
 
 def main() -> None:
@@ -226,7 +164,7 @@ def main() -> None:
         if args.plot:
             require_matplotlib()
         device = torch.cuda.get_device_name(require_gpu())
-        configurations, groups = profile(sys.argv[1:])
+        configurations, groups = profiled(sys.argv[1:])
     except Sm120Error as error:
         sys.exit(str(error))
     if len(groups) != len(configurations):

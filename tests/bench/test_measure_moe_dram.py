@@ -42,7 +42,7 @@ def test_launches_are_split_at_the_markers(tool: ModuleType) -> None:
     spin = ("at::cuda::spin_kernel(long)", "0", "0", "1,000")
     first = ("gemm1_gated_bf16(Args)", "3,000,000", "12.5", "20,500")
     second = ("gemm2_bf16(Args)", "1000000", "50", "9000")
-    groups = tool.kernels_by_configuration(csv(spin, first, second, spin, first))
+    groups = sys.modules["ncu_table"].groups_of_kernels(csv(spin, first, second, spin, first))
     assert [[kernel.name for kernel in group] for group in groups] == [[first[0], second[0]], [first[0]]]
     assert groups[0][0] == tool.Kernel(first[0], 3e6, 12.5, 20.5)
     other = {"model": "m", "tokens": 4, "backend": "decode", "order": "row_major"}
@@ -79,7 +79,7 @@ def test_the_plot(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_output_without_a_table_is_an_error_with_its_text(tool: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="ERR_NVGPUCTRPERM"):
-        tool.kernels_by_configuration("==ERROR== ERR_NVGPUCTRPERM\n")
+        sys.modules["ncu_table"].groups_of_kernels("==ERROR== ERR_NVGPUCTRPERM\n")
 
 
 def test_floor_by_hand(tool: ModuleType) -> None:

@@ -1,0 +1,194 @@
+"""What `bench l2` runs: a stack of decoder layers with SGLang's shapes, and the points at which weights are fetched.
+
+Left out of a layer: q and k norms, rotary embedding, the write to the KV cache, GLM-5's sparse index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglang_sm120.bench.l2_options import Mla, StackShape
+from sglang_sm120.bench.moe_cases import ACTIVATION, random_weights
+from sglang_sm120.bench.routing import random_routing
+from sglang_sm120.kernels.moe.fused_moe.api import fused_moe
+
+ATTENTION, FFN, NEXT = PHASES = ("attention", "ffn", "next")
+"""What is fetched: under attention's core what comes behind it; under the all-reduce behind attention the FFN's dense
+weights; under the all-reduce behind the FFN the next layer's attention."""
+
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "attention": (ATTENTION,),
+    "ffn": (FFN,),
+    "next": (NEXT,),
+    "prefetch": (FFN, NEXT),
+}
+"""Label -> phases. "prefetch": both all-reduces."""
+
+_BEFORE = ("fused_qkv_a_proj", "q_b_proj", "qkv_proj", "w_kc")
+_FFN = ("router", "shared_gate_up", "shared_down")
+
+Ranges = list[tuple[int, int]]
+
+
+class Prefetches(Protocol):
+    """What a step needs of `kernels.memory.l2_prefetch.api.Prefetcher`."""
+
+    def fork(self, ranges: Iterable[tuple[int, int]], **how: object) -> int: ...
+    def join(self) -> None: ...
+
+
+class Layer:
+    """The random weights of one layer: dense ones in bfloat16, experts in NVFP4."""
+
+    def __init__(self, shape: StackShape, device: torch.device, generator: torch.Generator) -> None:
+        def weight(*size: int, fan_in: int) -> Tensor:
+            values = torch.randn(size, device=device, dtype=torch.bfloat16, generator=generator)
+            return values.mul_(fan_in**-0.5)
+
+        hidden = shape.experts.hidden_size
+        self.dense = {name: weight(*size, fan_in=size[1]) for name, size in shape.projections().items()}
+        for name, size in shape.attention.absorbed().items():
+            self.dense[name] = weight(*size, fan_in=size[1])
+        self.input_norm = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+        self.post_attention_norm = torch.ones_like(self.input_norm)
+        self.experts = random_weights(shape.experts, device, generator)
+
+    def ranges(self, phase: str) -> Ranges:
+        """(address, bytes) of what a phase fetches of this layer, in the order of need."""
+        names = {ATTENTION: ("o_proj",), FFN: _FFN, NEXT: _BEFORE}[phase]
+        return [(self.dense[name].data_ptr(), self.dense[name].nbytes) for name in names if name in self.dense]
+
+
+class Batch:
+    """One step's tokens: hidden states, a KV cache and a fresh uniform routing for every layer."""
+
+    def __init__(
+        self, shape: StackShape, layers: int, num_tokens: int, context: int, device: torch.device, seed: int
+    ) -> None:
+        on_host = torch.Generator().manual_seed(seed + num_tokens)
+        generator = torch.Generator(device).manual_seed(seed + num_tokens)
+
+        def values(*size: int) -> Tensor:
+            return torch.randn(size, device=device, dtype=torch.bfloat16, generator=generator)
+
+        experts, attention = shape.experts, shape.attention
+        self.hidden = values(num_tokens, experts.hidden_size)
+        self.ids = [
+            random_routing("uniform", num_tokens, experts.num_experts, experts.top_k, on_host).to(device)
+            for _ in range(layers)
+        ]
+        cache_shape: tuple[int, ...]
+        if isinstance(attention, Mla):
+            cache_shape = (num_tokens, context, attention.cache_elements())
+        else:  # keys, then values
+            cache_shape = (2 * num_tokens, attention.num_kv_heads, context, attention.head_dim)
+        self.caches = [values(*cache_shape) for _ in range(layers)]
+
+    def active_experts(self) -> int:
+        """Experts that are read in a step, over all layers."""
+        return sum(len(ids.unique()) for ids in self.ids)
+
+
+class Stack:
+    """Layers with different weights. It is a ring: the last layer fetches for the first one of the next step."""
+
+    def __init__(self, shape: StackShape, layers: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        self.shape, self.device = shape, device
+        self.layers = [Layer(shape, device, generator) for _ in range(layers)]
+
+    def reuse_bytes(self, batch: Batch) -> int:
+        """Bytes that are read between two uses of a layer's weights: all layers but one of a step."""
+        shape = self.shape
+        caches = sum(cache.nbytes for cache in batch.caches)
+        total = len(self.layers) * shape.dense_bytes() + batch.active_experts() * shape.expert_bytes() + caches
+        return total - total // len(self.layers)
+
+    @torch.no_grad()
+    def step(
+        self,
+        batch: Batch,
+        wait: Callable[[], None],
+        prefetcher: Prefetches | None = None,
+        phases: tuple[str, ...] = (),
+        how: dict[str, object] | None = None,
+    ) -> tuple[Tensor, int]:
+        """All layers.
+
+        Args:
+            batch: the tokens.
+            wait: what stands for an all-reduce.
+            prefetcher: of the side stream; None: nothing is fetched.
+            phases: when something is fetched; of PHASES.
+            how: of `prefetch`.
+
+        Returns:
+            Hidden states [T, H], and the bytes that were asked for.
+        """
+        asked = 0
+
+        def fork(phase: str, number: int) -> None:
+            nonlocal asked
+            if prefetcher is not None:
+                prefetcher.join()
+                if phase in phases:
+                    asked += prefetcher.fork(self.layers[number % len(self.layers)].ranges(phase), **(how or {}))
+
+        def join() -> None:
+            if prefetcher is not None:
+                prefetcher.join()
+
+        x, residual = batch.hidden, torch.zeros_like(batch.hidden)
+        for number, layer in enumerate(self.layers):
+            residual = residual + x
+            hidden = F.rms_norm(residual, residual.shape[-1:], layer.input_norm)
+            x = self._attention(layer, hidden, batch.caches[number], partial(fork, ATTENTION, number))
+            fork(FFN, number)
+            wait()
+            residual = residual + x
+            hidden = F.rms_norm(residual, residual.shape[-1:], layer.post_attention_norm)
+            x = _ffn(layer, hidden, batch.ids[number])
+            fork(NEXT, number + 1)
+            wait()
+        join()
+        return residual + x, asked
+
+    def _attention(self, layer: Layer, hidden: Tensor, cache: Tensor, before_core: Callable[[], None]) -> Tensor:
+        attention, dense, tokens = self.shape.attention, layer.dense, len(hidden)
+        if isinstance(attention, Mla):
+            rank, nope = attention.kv_lora_rank, attention.qk_nope_head_dim
+            latent = F.linear(hidden, dense["fused_qkv_a_proj"])[:, : attention.q_lora_rank]
+            q = F.linear(latent, dense["q_b_proj"]).view(tokens, attention.num_heads, -1)
+            absorbed = torch.einsum("thd,hdc->thc", q[..., :nope], dense["w_kc"])
+            before_core()
+            scale = (nope + attention.qk_rope_head_dim) ** -0.5
+            scores = torch.bmm(torch.cat([absorbed, q[..., nope:]], -1) * scale, cache.transpose(1, 2))
+            mixed = torch.bmm(scores.softmax(-1), cache[..., :rank])
+            heads = torch.einsum("thc,hcd->thd", mixed, dense["w_vc"])
+        else:
+            kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
+            q = F.linear(hidden, dense["qkv_proj"])[:, : attention.num_heads * head_dim]
+            before_core()
+            keys, values = cache[:tokens], cache[tokens:]
+            q = q.reshape(tokens, kv_heads, -1, head_dim) / math.sqrt(head_dim)
+            heads = torch.matmul(torch.matmul(q, keys.transpose(2, 3)).softmax(-1), values)
+        return F.linear(heads.reshape(tokens, -1), dense["o_proj"])
+
+
+def _ffn(layer: Layer, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Router, shared expert, routed experts. Which experts is given; the router's values are their weights."""
+    dense = layer.dense
+    weights = F.linear(hidden, dense["router"]).sigmoid().gather(1, ids).float()
+    y = fused_moe(hidden, layer.experts, weights, ids, activation=ACTIVATION, numerics="w4a16", backend="auto")
+    if "shared_gate_up" not in dense:
+        return y
+    gate, up = F.linear(hidden, dense["shared_gate_up"]).chunk(2, dim=-1)
+    return y + F.linear(F.silu(gate) * up, dense["shared_down"])
