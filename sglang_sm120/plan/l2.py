@@ -149,6 +149,27 @@ def describe(plans: Sequence[Phases[T]], pins: Sequence[T]) -> list[str]:
     return lines
 
 
+def record(model: str, tp: int, l2_bytes: int, plans: Sequence[Phases[T]], pins: Sequence[T]) -> dict[str, object]:
+    """The plan as plain values, for `plan MODEL --l2 --json`."""
+    return {
+        "format": "sglang-sm120 plan l2 1",
+        "model": model,
+        "tp": tp,
+        "l2_bytes": l2_bytes,
+        "max_tokens": MAX_TOKENS,
+        "layers": [
+            {
+                phase: [
+                    {"name": part.weight.name, "bytes": part.num_bytes, "of": part.weight.num_bytes} for part in parts
+                ]
+                for phase, parts in plan.items()
+            }
+            for plan in plans
+        ],
+        "kept": [{"name": weight.name, "bytes": weight.num_bytes} for weight in pins],
+    }
+
+
 def _up_to(budget: int, weights: Iterable[T]) -> Iterator[Part[T]]:
     for weight in weights:
         size = min(weight.num_bytes, budget)
