@@ -32,13 +32,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--log", metavar="FILE", help="keep the server's log in this file")
     commands.add_parser("doctor", help="check this installation and say how to fix what is wrong")
     commands.add_parser("flags", help="list the flags that `sglang serve` takes from this package")
+    _add_plan(commands)
     _add_bench(commands)
     _add_tune(commands)
     _add_status(commands)
     args = parser.parse_args(argv)
-    return {"demo": _demo, "doctor": _doctor, "flags": _flags, "bench": _bench, "tune": _tune, "status": _status}[
-        args.command
-    ](args)
+    run = {
+        "demo": _demo, "doctor": _doctor, "flags": _flags, "plan": _plan, "bench": _bench, "tune": _tune,
+        "status": _status,
+    }  # fmt: skip
+    return run[args.command](args)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_sm120.plan.options import add_plan_arguments
+
+    plan = commands.add_parser(
+        "plan",
+        help="what a model needs on these GPUs, which split fits, and the command that serves it",
+        description="Counts what each GPU would hold, from the model's config alone, for every way to split it; picks "
+        "one for latency and one for throughput and prints the `sglang serve` command. Needs no GPU and no weights. "
+        "Exit status 1: nothing fits; 2: options that make no sense. docs/plan.md says what is counted.",
+    )
+    add_plan_arguments(plan)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -119,6 +135,18 @@ def _doctor(args: argparse.Namespace) -> int:
     errors = sum(finding.level == "error" for finding in findings)
     print(f"{len(findings)} checks, {errors} error{'' if errors == 1 else 's'}")
     return 1 if errors else 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from sglang_sm120.errors import Sm120Error
+    from sglang_sm120.plan.options import plan_options
+    from sglang_sm120.plan.run import list_all, run
+
+    try:
+        return list_all() if args.list else run(plan_options(args))
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _bench(args: argparse.Namespace) -> int:
