@@ -39,6 +39,15 @@ def test_when_the_stock_path_cannot_serve() -> None:
         assert _parse("--enable-sm120-opts", "--sm120-moe-backend", name).needs_own_runner
 
 
+def test_an_all_reduce_profile_goes_with_auto() -> None:
+    assert _parse("--enable-sm120-opts").sm120_all_reduce_profile == ""
+    given = ("--enable-sm120-opts", "--sm120-all-reduce-profile", "p.json")
+    for more in ((), ("--sm120-all-reduce", "auto")):
+        assert _parse(*given, *more).sm120_all_reduce_profile == "p.json"
+    environ = {"SGLANG_SM120_ENABLE": "1", "SGLANG_SM120_ALL_REDUCE_PROFILE": "q.json"}
+    assert _parse(environ=environ).sm120_all_reduce_profile == "q.json"
+
+
 @pytest.mark.parametrize("text", ["1", "true", "Yes", "ON"])
 def test_true_words(text: str) -> None:
     assert resolve({}, {"SGLANG_SM120_ENABLE": text}).enable_sm120_opts
@@ -69,6 +78,20 @@ def test_true_words(text: str) -> None:
             {},
             "a profile chooses among runners",
         ),
+        *(
+            (
+                {"enable_sm120_opts": True, "sm120_all_reduce": choice, "sm120_all_reduce_profile": "p.json"},
+                {},
+                f"--sm120-all-reduce-profile with --sm120-all-reduce {choice}",
+            )
+            for choice in ("off", "one-shot", "two-shot", "stock")
+        ),
+        (
+            {"enable_sm120_opts": True, "sm120_all_reduce": "off"},
+            {"SGLANG_SM120_ALL_REDUCE_PROFILE": "p.json"},
+            "a profile chooses what serves which size",
+        ),
+        ({"sm120_all_reduce_profile": "p.json"}, {}, "--sm120-all-reduce-profile without --enable-sm120-opts"),
         ({"enable_sm120_opts": True, "sm120_verify": "maybe"}, {}, "--sm120-verify='maybe'"),
     ],
 )

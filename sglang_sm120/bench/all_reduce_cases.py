@@ -82,7 +82,7 @@ def candidates(case: Case, ours: Communicator, baselines: Sequence[Any]) -> list
     """All that serve this message on every rank."""
     rows, width = case.shape
     shape = config.Shape(rows, width, rows * width) if case.fused else config.flat(rows * width)
-    found = [_ours(case, ours, name) for name in ALGORITHMS if ours._fits(name, shape)]
+    found = [_ours(case, ours, name) for name in ALGORITHMS if ours.window_holds(name, shape)]
     found += [_baseline(case, baseline) for baseline in baselines if baseline.covers(case.x)]
     names = common(case.rank, [candidate.name for candidate in found])
     return [candidate for candidate in found if candidate.name in names]

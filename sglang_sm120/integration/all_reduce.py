@@ -16,6 +16,7 @@ from sglang_sm120.integration import all_reduce_rules as rules
 from sglang_sm120.integration.all_reduce_plane import Plane
 from sglang_sm120.integration.all_reduce_setup import connect
 from sglang_sm120.integration.all_reduce_slot import Slot, go_first
+from sglang_sm120.integration.all_reduce_stock import follow
 from sglang_sm120.options import Sm120Options
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def plane() -> Plane | None:
 def prepare(model_runner: Any, options: Sm120Options) -> None:
     """Set up what was asked for, once the target model is there and before a graph is captured. A collective.
 
-    A draft model shares it. Raises: UnsupportedError, if a choice by name cannot serve; PeerLostError.
+    A draft model shares it. Raises: UnsupportedError, if a choice by name cannot serve; ConfigError, if a profile that
+    was named does not fit; PeerLostError.
     """
     if _state.settled or model_runner.is_draft_worker:
         return
@@ -63,7 +65,7 @@ def prepare(model_runner: Any, options: Sm120Options) -> None:
         if not options.sm120_emulate and torch.cuda.get_device_capability(device)[0] != 12:
             logger.debug("sglang-sm120: all-reduce left to SGLang: not an SM120 GPU")
             return
-    named = options.sm120_all_reduce in rules.NAMED
+    named = rules.by_name(options)
     try:
         obstacle = rules.uncovered(options, view)
         if obstacle is not None:
@@ -71,6 +73,7 @@ def prepare(model_runner: Any, options: Sm120Options) -> None:
         ours = connect(
             group,
             options.sm120_all_reduce,
+            profile=options.sm120_all_reduce_profile,
             hidden_size=model_runner.model_config.hidden_size,
             dtype=model_runner.dtype,
             device=device,
@@ -81,7 +84,7 @@ def prepare(model_runner: Any, options: Sm120Options) -> None:
         if group.rank_in_group == 0:
             logger.info("sglang-sm120: all-reduce left to SGLang: %s; needed: %s", error.found, error.needed)
         return
-    _serve(ours, group, first=named)
+    _serve(ours, group, first=options.sm120_all_reduce in rules.NAMED)
 
 
 def _serve(ours: Plane, group: Any, *, first: bool) -> None:
@@ -89,9 +92,14 @@ def _serve(ours: Plane, group: Any, *, first: bool) -> None:
     _state.plane = ours
     _state.watchdog = Watchdog(ours.check)
     _state.watchdog.start()
-    group.pcie_ipc_comm = Slot(ours, group.pcie_ipc_comm, before_close=stop)
+    inner = group.pcie_ipc_comm
+    if inner is None:  # else the user has told SGLang to make it, and it serves all that it takes
+        inner = follow(ours.profile, group)
+        if inner is not None and group.ca_comm is not None:
+            go_first(inner.should_pcie_ipc_ar, group.ca_comm)
+    group.pcie_ipc_comm = Slot(ours, inner, before_close=stop)
     if first and group.ca_comm is not None:
-        go_first(ours, group.ca_comm)
+        go_first(ours.takes, group.ca_comm)
     if group.rank_in_group == 0:
         logger.info(
             "sglang-sm120: all-reduce over %d ranks: %s; the rest is SGLang's", group.world_size, ours.describe()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm import config
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.api import Communicator, Range, reference
+from sglang_sm120.tune.comm_profile import CommProfile
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Plane(ABC):
     def __init__(self, group: Any, ranges: Sequence[Range]) -> None:
         """group: SGLang's GroupCoordinator. ranges: which algorithm serves which size."""
         self.group, self.ranges = group, tuple(ranges)
+        self.profile: CommProfile | None = None  # that they were chosen by
         self._said_first = False
 
     def takes(self, x: Tensor, *, norm: bool = False) -> bool:
@@ -86,9 +88,9 @@ class GpuPlane(Plane):
     dtypes = (torch.bfloat16, torch.float16)
     device_type = "cuda"
 
-    def __init__(self, group: Any, communicator: Communicator) -> None:
+    def __init__(self, group: Any, communicator: Communicator, profile: CommProfile | None = None) -> None:
         super().__init__(group, communicator.ranges)
-        self._communicator = communicator
+        self._communicator, self.profile = communicator, profile
 
     def algorithm(self, shape: Sequence[int], *, norm: bool = False) -> str | None:
         return self._communicator.algorithm(shape, norm=norm)

@@ -15,7 +15,7 @@ NAMED = ("one-shot", "two-shot")
 
 _STOCK_VARIABLE = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_DROP = "drop --sm120-all-reduce, which leaves the sums to SGLang where our kernels cannot serve"
+_PROFILE = "--sm120-all-reduce-profile"
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,18 @@ class Obstacle:
     fix: str = ""
 
     def error(self, options: Sm120Options) -> UnsupportedError:
-        """For a choice by name."""
-        found = f"--sm120-all-reduce {options.sm120_all_reduce}: {self.found}"
-        return UnsupportedError(found, self.needed, f"{self.fix}, or {_DROP}" if self.fix else _DROP)
+        """For a choice by name, or a profile."""
+        flag, value = "--sm120-all-reduce", options.sm120_all_reduce
+        if options.sm120_all_reduce_profile:
+            flag, value = _PROFILE, options.sm120_all_reduce_profile
+        drop = f"drop {flag}, which leaves the sums to SGLang where our kernels cannot serve"
+        found = f"{flag} {value}: {self.found}"
+        return UnsupportedError(found, self.needed, f"{self.fix}, or {drop}" if self.fix else drop)
+
+
+def by_name(options: Sm120Options) -> bool:
+    """Whether our kernels were asked for, by name or by a profile: they serve, or the server stops."""
+    return options.sm120_all_reduce in NAMED or bool(options.sm120_all_reduce_profile)
 
 
 def wanted(options: Sm120Options, view: Any) -> bool:
@@ -38,17 +47,31 @@ def wanted(options: Sm120Options, view: Any) -> bool:
 
 
 def require(options: Sm120Options, view: Any, environ: Mapping[str, str] | None = None) -> None:
-    """Raises UnsupportedError for a choice by name that these settings rule out. In the launching process."""
-    choice = options.sm120_all_reduce
+    """For a choice by name, or a profile. In the launching process.
+
+    Raises: UnsupportedError: these settings rule it out. ConfigError: the profile cannot be read, or is of another
+        number of ranks.
+    """
+    choice, named = options.sm120_all_reduce, by_name(options)
     obstacle = None
-    if choice in NAMED and view.tp_size == 1:
+    if named and view.tp_size == 1:
         obstacle = Obstacle("one tensor-parallel rank has nothing to sum", "--tp 2, 4 or 8")
-    elif choice in NAMED:
+    elif named:
         obstacle = _no_gpu() or uncovered(options, view, environ)
     elif choice == "stock" and view.tp_size > 1:
         obstacle = _no_gpu() or _stock_obstacle(view)
     if obstacle is not None:
         raise obstacle.error(options)
+    if options.sm120_all_reduce_profile:
+        _require_profile(options.sm120_all_reduce_profile, view.tp_size)
+
+
+def _require_profile(path: str, world_size: int) -> None:
+    """What can be said of the file before weights are read; the GPU and the model are asked in the schedulers."""
+    from sglang_sm120.tune import comm_profile
+
+    found = comm_profile.read(path)
+    comm_profile.require_covers(found, path, world_size, found.hidden_size, found.dtype)
 
 
 def uncovered(options: Sm120Options, view: Any, environ: Mapping[str, str] | None = None) -> Obstacle | None:

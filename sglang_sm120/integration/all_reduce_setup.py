@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,13 +44,16 @@ _FAMILIES = {"one-shot": config.LAMPORT, "two-shot": config.TWO_SHOT_PUSH}
 _FIX = "`sglang-sm120 bench p2p` finds what is wrong; --sm120-all-reduce off serves without"
 
 
-def connect(group: Any, choice: str, *, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Plane:
+def connect(
+    group: Any, choice: str, *, hidden_size: int, dtype: torch.dtype, device: torch.device, profile: str = ""
+) -> Plane:
     """Set up our all-reduce over a group, and try it. A collective: every rank gets a plane, or all raise.
 
-    choice: "auto", or a family that serves every size: "one-shot", "two-shot". dtype: the model's.
+    choice: "auto", or a family that serves every size: "one-shot", "two-shot". dtype: the model's. profile: a file to
+    choose by on "auto", which has to fit; "": what `tune --comm` has left for this host, if that fits.
 
-    Raises: UnsupportedError, with the rank that could not and why. PeerLostError on a rank that waited in vain in the
-    trial: its GPU cannot be used by this process any more.
+    Raises: UnsupportedError, with the rank that could not and why. ConfigError: the profile. PeerLostError on a rank
+    that waited in vain in the trial: its GPU cannot be used by this process any more.
     """
     world_size = group.world_size
     if device.type == "cpu":
@@ -57,9 +62,9 @@ def connect(group: Any, choice: str, *, hidden_size: int, dtype: torch.dtype, de
     if reason is not None:
         raise UnsupportedError(reason, "what the kernels cover", "--sm120-all-reduce auto or off serves without")
 
-    measured = _profile(world_size, hidden_size, dtype) if choice == "auto" else None
+    exchange = exchange_of(group)
+    measured = _profile(profile, exchange, world_size, hidden_size, dtype) if choice == "auto" else None
     ranges, norm_ranges = ranges_for(choice, world_size, measured, hidden_size=hidden_size)
-    exchange = _exchange_of(group)
     agree(exchange, "its kernels cannot be loaded", lambda: load(SOURCE, device))
     communicator = Communicator.connect(
         group.rank_in_group, world_size, exchange, hidden_size=hidden_size, device=device, ranges=ranges,
@@ -73,7 +78,7 @@ def connect(group: Any, choice: str, *, hidden_size: int, dtype: torch.dtype, de
         communicator.close()
         raise
     communicator.set_time_limit(SERVING_LIMIT_S)
-    return GpuPlane(group, communicator)
+    return GpuPlane(group, communicator, measured)
 
 
 def ranges_for(
@@ -90,13 +95,13 @@ def ranges_for(
         return config.DEFAULT_RANGES[world_size], config.DEFAULT_RANGES[world_size]
     limit = max((entry.max_bytes for fused in (False, True) for entry in measured.ranges(fused=fused)), default=0)
     while True:
-        plain, norm = (_clipped(measured.ranges(fused=fused), limit) for fused in (False, True))
+        plain, norm = (clipped(measured.ranges(fused=fused), limit) for fused in (False, True))
         if workspace_bytes((*plain, *norm), world_size=world_size, hidden_size=hidden_size) <= WINDOW_LIMIT_BYTES:
             return plain, norm
         limit //= 2
 
 
-def _clipped(ranges: Sequence[Range], limit: int) -> tuple[Range, ...]:
+def clipped(ranges: Sequence[Range], limit: int) -> tuple[Range, ...]:
     """The ranges up to a message size."""
     kept, start = [], 0
     for entry in ranges:
@@ -106,13 +111,31 @@ def _clipped(ranges: Sequence[Range], limit: int) -> tuple[Range, ...]:
     return tuple(kept)
 
 
-def _profile(world_size: int, hidden_size: int, dtype: torch.dtype) -> CommProfile | None:
-    """What `tune --comm` measured here, if it did; a file that does not fit is said once and not used."""
+def _profile(
+    named: str, exchange: Exchange, world_size: int, hidden_size: int, dtype: torch.dtype
+) -> CommProfile | None:
+    """The profile that was named, which has to fit; else what `tune --comm` measured here, which is used if it does.
+
+    A collective: all ranks choose by the same, or they would wait for each other in different kernels.
+    """
+    server = (world_size, hidden_size, str(dtype).removeprefix("torch."))
+    found, fault = None, None
     try:
-        return comm_profile.for_server(None, world_size, hidden_size, str(dtype).removeprefix("torch."))
+        found = comm_profile.for_server_named(named, *server) if named else comm_profile.for_server(None, *server)
     except ConfigError as error:
-        logger.info("sglang-sm120: all-reduce by the shipped default: %s", error.found)
-        return None
+        fault = [error.found, error.needed, error.fix]
+    content = hashlib.sha256(repr(found).encode()).hexdigest()
+    told = [json.loads(message) for message in exchange(json.dumps([fault, content]).encode())]
+    faults = [of_rank for of_rank, _ in told if of_rank is not None]
+    if not faults and any(of_rank != told[0][1] for _, of_rank in told):
+        path = named or comm_profile.default_path(world_size)
+        faults = [[f"all-reduce profile {path}: ranks have read different ones", "one file", "start the server again"]]
+    if not faults:
+        return found
+    if named:
+        raise ConfigError(*faults[0])
+    logger.info("sglang-sm120: all-reduce by the shipped default: %s", faults[0][0])
+    return None
 
 
 def agree(exchange: Exchange, what: str, step: Callable[[], object]) -> None:
@@ -128,7 +151,9 @@ def agree(exchange: Exchange, what: str, step: Callable[[], object]) -> None:
             raise UnsupportedError(f"rank {rank}: {what}: {told}", "GPUs that share memory rightly", _FIX)
 
 
-def _exchange_of(group: Any) -> Exchange:
+def exchange_of(group: Any) -> Exchange:
+    """A collective over bytes, by the group's CPU side."""
+
     def exchange(message: bytes) -> Sequence[bytes]:
         told = [b""] * group.world_size
         torch.distributed.all_gather_object(told, message, group=group.cpu_group)

@@ -60,11 +60,11 @@ class Slot:
         return self._inner is not None and not self._inner.disabled and self._inner.should_pcie_ipc_ar(inp)
 
 
-def go_first(plane: Plane, ca_comm: Any) -> None:
-    """Let SGLang's custom all-reduce, which is asked before the slot, leave to us what we serve."""
+def go_first(takes: Callable[[Tensor], bool], ca_comm: Any) -> None:
+    """Let SGLang's custom all-reduce, which is asked before the slot, leave to the slot what this takes."""
     original = ca_comm.should_custom_ar
 
     def should_custom_ar(inp: Tensor) -> bool:
-        return not plane.takes(inp) and original(inp)
+        return not takes(inp) and original(inp)
 
     ca_comm.should_custom_ar = should_custom_ar

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_sm120.bench.plot import COLOURS, MARKERS, require_matplotlib
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.config import ALGORITHMS
 from sglang_sm120.tune import comm_report as report
+from sglang_sm120.tune import comm_stock
 from sglang_sm120.tune.comm_profile import CommProfile
 
 _BORDER = "0.45"
@@ -54,7 +55,7 @@ def _draw_kind(axes: Any, profile: CommProfile, fused: bool, shown: list[str]) -
     if marked:
         axes.scatter(*zip(*marked, strict=True), s=130, facecolors="none", edgecolors="black", linewidths=1.2, zorder=5,
                      label="chosen (stock: the fastest baseline)")  # fmt: skip
-    for entry, after in pairwise(profile.ranges(fused)):
+    for entry, after in pairwise(comm_stock.ranges(profile, fused)):
         axes.axvline(entry.max_bytes, color=_BORDER, linewidth=0.8, linestyle="--")
         axes.annotate(f"{entry.algorithm} | {after.algorithm} ", (entry.max_bytes, 1), va="top", ha="right",
                       xycoords=("data", "axes fraction"), xytext=(-1, -3), textcoords="offset points", rotation=90,

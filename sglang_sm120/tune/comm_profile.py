@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from sglang_sm120.runners.profile import Machine, current_machine
 FORMAT = "sglang-sm120 all-reduce profile 1"
 MARGIN = 0.02
 """By how much ours must be faster than the baseline at least, since clocks and temperatures differ by that much."""
+
+MSCCLPP_NAME = "mscclpp"
+"""The candidate that ours is not compared with: a server that has MSCCL++ has not our kernels."""
 
 _ALIGNMENT = 16  # bytes, of messages and so of the borders between ranges
 _AGAIN = "run `sglang-sm120 tune --comm` on this machine again, or use no profile"
@@ -63,8 +67,8 @@ class CommPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     candidates: list[CommCandidate]
 
     def best(self, *, ours: bool) -> CommCandidate | None:
-        """The fastest by its median, of our algorithms or of the baselines."""
-        timed = [c for c in self.candidates if c.samples_us and c.is_ours == ours]
+        """The fastest by its median, of our algorithms or of the baselines without MSCCL++."""
+        timed = [c for c in self.candidates if c.samples_us and c.is_ours == ours and c.name != MSCCLPP_NAME]
         return min(timed, key=lambda c: c.median_us, default=None)
 
     @property
@@ -121,12 +125,13 @@ class CommProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         blind = point.best(ours=False) is None and point.bytes > self.default_end
         return STOCK if winner is None or blind else winner.name
 
-    def ranges(self, fused: bool) -> tuple[Range, ...]:
+    def ranges(self, fused: bool, choice: Callable[[CommPoint], str] | None = None) -> tuple[Range, ...]:
         """What serves which message, as `Communicator.connect` takes it; empty: nothing is known.
 
         The border between two sizes is their geometric mean. Nothing is said beyond the largest size; nor, without a
-        baseline, beyond `default_end`.
+        baseline, beyond `default_end`. choice: what serves a point; None: `self.choice`.
         """
+        choice = self.choice if choice is None else choice
         points = self.of(fused)
         end = points[-1].bytes if points else 0
         if not self.has_baseline(fused):
@@ -134,10 +139,10 @@ class CommProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         borders = [math.isqrt(a.bytes * b.bytes) // _ALIGNMENT * _ALIGNMENT for a, b in pairwise(points)]
         found: list[Range] = []
         for point, border in zip(points, [*borders, end], strict=False):
-            choice = self.choice(point)
-            if found and found[-1].algorithm == choice:
+            chosen = choice(point)
+            if found and found[-1].algorithm == chosen:
                 found.pop()
-            found.append(Range(border, choice))
+            found.append(Range(border, chosen))
         return tuple(found)
 
     def uncovered_reason(self, world_size: int, hidden_size: int, dtype: str) -> str | None:
@@ -180,6 +185,34 @@ def for_server(
         path = default_path(world_size, machine.gpu)
         if not path.exists():
             return None
+    profile = _of_machine(path, machine)
+    return profile if profile.uncovered_reason(world_size, hidden_size, dtype) is None else None
+
+
+def for_server_named(
+    path: Path | str, world_size: int, hidden_size: int, dtype: str = "bfloat16", machine: Machine | None = None
+) -> CommProfile:
+    """As `for_server`, of a file that the user named: one that says nothing about this server is an error too.
+
+    Raises: ConfigError.
+    """
+    profile = _of_machine(path, current_machine() if machine is None else machine)
+    require_covers(profile, path, world_size, hidden_size, dtype)
+    return profile
+
+
+def require_covers(profile: CommProfile, path: Path | str, world_size: int, hidden_size: int, dtype: str) -> None:
+    """Raises ConfigError for a profile that says nothing about such messages. path: where it was read from."""
+    reason = profile.uncovered_reason(world_size, hidden_size, dtype)
+    if reason is not None:
+        raise ConfigError(
+            f"all-reduce profile {path} is not of this server: {reason}",
+            f"a profile of {world_size} GPUs, hidden size {hidden_size}, {dtype}",
+            "run `sglang-sm120 tune --comm` for this model and number of GPUs, or use no profile",
+        )
+
+
+def _of_machine(path: Path | str, machine: Machine) -> CommProfile:
     profile = read(path)
     mismatch = profile.machine.mismatch(machine)
     if mismatch is not None:
@@ -188,7 +221,7 @@ def for_server(
             "a profile of this machine and these versions",
             _AGAIN,
         )
-    return profile if profile.uncovered_reason(world_size, hidden_size, dtype) is None else None
+    return profile
 
 
 class _Head(msgspec.Struct):

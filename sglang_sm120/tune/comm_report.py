@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.config import ALGORITHMS, STOCK
+from sglang_sm120.tune import comm_stock
 from sglang_sm120.tune.comm_host import NVLINK, SOME_NVLINK
 from sglang_sm120.tune.comm_profile import MARGIN, CommCandidate, CommPoint, CommProfile
 from sglang_sm120.tune.report import CHOSEN, CLOSE
@@ -21,19 +22,21 @@ _RATIO = "ours / baseline"
 
 @dataclass(frozen=True)
 class CommLine:
-    """One size. medians: of what was timed. ratio: our fastest over the fastest baseline. is_close: ours was fastest,
+    """One size. medians: of what was timed. ratio: our fastest over the fastest baseline. chosen: ours, or
+    STOCK. named: chosen, with the name of what won in the place of STOCK. is_close: ours was fastest,
     but not by enough."""
 
     point: CommPoint
     medians: dict[str, float]
     ratio: float | None
     chosen: str
+    named: str
     is_close: bool
 
     @property
     def marked(self) -> str | None:
         """The candidate whose time the choice stands for; of stock, the fastest baseline."""
-        baseline = self.point.best(ours=False)
+        baseline = comm_stock.winner(self.point)
         return self.chosen if self.chosen != STOCK else None if baseline is None else baseline.name
 
 
@@ -45,7 +48,8 @@ def lines(profile: CommProfile, fused: bool) -> list[CommLine]:
         ratio = ours.median_us / baseline.median_us if ours is not None and baseline is not None else None
         chosen = profile.choice(point)
         medians = {c.name: c.median_us for c in point.candidates if c.samples_us}
-        found.append(CommLine(point, medians, ratio, chosen, ratio is not None and ratio < 1 and chosen == STOCK))
+        is_close = ratio is not None and ratio < 1 and chosen == STOCK
+        found.append(CommLine(point, medians, ratio, chosen, comm_stock.choice(profile, point), is_close))
     return found
 
 
@@ -70,7 +74,7 @@ def header(profile: CommProfile) -> list[str]:
 
 def served(profile: CommProfile, fused: bool) -> str:
     """The ranges, in words."""
-    ranges = profile.ranges(fused)
+    ranges = comm_stock.ranges(profile, fused)
     if not ranges:
         return "nothing is chosen: SGLang's own path, or the shipped default"
     return "; ".join(f"up to {entry.max_bytes:,} bytes {entry.algorithm}" for entry in ranges)
@@ -86,6 +90,12 @@ def notes(profile: CommProfile) -> list[str]:
                 f"{profile.default_end:,} bytes, where the shipped default ends"
             )
         found += [_close(line, title) for line in lines(profile, fused) if line.is_close]
+        rows = [str(line.point.rows) for line in lines(profile, fused) if line.named == comm_stock.MSCCLPP]
+        if rows:
+            found.append(
+                f"{title}: MSCCL++ is the fastest at {', '.join(rows)} tokens; a server has it by "
+                "--enable-mscclpp, with which our kernels do not serve"
+            )
     return found
 
 
@@ -154,7 +164,7 @@ def markdown(profile: CommProfile) -> str:
 
 _LEGEND = (
     f"us: one call, median of the samples, each of which is the slowest rank's. {CHOSEN} is what is chosen, and where "
-    f"that is {STOCK} the fastest of what is there without us.\n{_RATIO}: of the fastest; below 1 ours is faster. "
+    f"that is {STOCK}:NAME the fastest of what is there without us.\n{_RATIO}: of the fastest; below 1 ours is faster. "
     f"{CLOSE}: ours was faster, but by less than the samples spread or than {MARGIN:.0%}: left to {STOCK}."
 )
 
@@ -198,7 +208,7 @@ def _ratio(line: CommLine) -> str:
 
 
 def _choice(line: CommLine) -> str:
-    return line.chosen + (f" {CLOSE}" if line.is_close else "")
+    return line.named + (f" {CLOSE}" if line.is_close else "")
 
 
 def _us(median: float) -> str:

@@ -48,7 +48,7 @@ class Sums:
     def __init__(self, spoil: Callable[[str, Tensor], None] = lambda name, out: None) -> None:
         self.spoil, self.closed = spoil, False
 
-    def _fits(self, name: str, shape: Any) -> bool:
+    def window_holds(self, name: str, shape: Any) -> bool:
         return not (name == ALGORITHMS[2] and shape.rows == 3)
 
     def all_reduce(self, x: Tensor, *, out: Tensor | None = None, algorithm: str = "base") -> Tensor:

@@ -33,6 +33,7 @@ def test_our_runner_through_the_doors(checkpoints, tmp_path: Path) -> None:
             "sm120_moe_numerics": "w4a16",
             "sm120_moe_profile": "",
             "sm120_all_reduce": "auto",
+            "sm120_all_reduce_profile": "",
             "sm120_verify": "auto",
             "sm120_emulate": True,
         }

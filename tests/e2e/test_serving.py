@@ -102,6 +102,7 @@ def test_options_reach_every_process_and_server_info(checkpoints, tmp_path) -> N
             "sm120_moe_numerics": "w4a16",
             "sm120_moe_profile": "",
             "sm120_all_reduce": "auto",
+            "sm120_all_reduce_profile": "",
             "sm120_verify": "auto",
             "sm120_emulate": True,
         }

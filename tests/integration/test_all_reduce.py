@@ -20,7 +20,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt import runtime_context
 
-from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.integration import all_reduce, lifecycle
 from sglang_sm120.integration.all_reduce_plane import HostPlane
 from sglang_sm120.integration.all_reduce_slot import Slot
@@ -85,7 +85,7 @@ def test_set_up_once_for_the_target_and_its_draft(world: World, caplog) -> None:
         world.prepare(draft=True)
     assert len(world.connected) == 1
     assert world.connected[0] == {
-        "choice": "auto", "hidden_size": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")
+        "choice": "auto", "profile": "", "hidden_size": 64, "dtype": torch.bfloat16, "device": torch.device("cpu")
     }  # fmt: skip
     assert all_reduce.plane() is first
     assert isinstance(world.group.pcie_ipc_comm, Slot)
@@ -144,6 +144,23 @@ def test_a_choice_by_name_goes_first_or_stops(world: World) -> None:
     assert ours.takes(x)
     assert not world.custom.should_custom_ar(x)
     assert world.custom.should_custom_ar(torch.zeros(2, 3))
+
+
+def test_a_profile_that_was_named_stops_what_auto_would_leave_to_sglang(world: World) -> None:
+    given = options(sm120_all_reduce_profile="p")
+    for failure in (UnsupportedError("rank 2: no peer access", "n", "f"), ConfigError("profile p: no", "n", "f")):
+        all_reduce._state.settled, world.failure = False, failure
+        with pytest.raises(type(failure)) as caught:
+            world.prepare(given)
+        assert caught.value is failure
+    all_reduce._state.settled, world.failure = False, None
+    world.server_args = view(enable_pdmux=True)
+    with pytest.raises(UnsupportedError, match="--sm120-all-reduce-profile p: --enable-pdmux"):
+        world.prepare(given)
+    all_reduce._state.settled, world.server_args = False, view()
+    world.prepare(given)
+    assert (world.connected[-1]["choice"], world.connected[-1]["profile"]) == ("auto", "p")
+    assert world.custom.should_custom_ar(torch.zeros(8)), "a profile does not go before what SGLang asks first"
 
 
 def test_a_lost_peer_in_the_trial_stops_even_on_auto(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.integration import all_reduce_rules as rules
 from sglang_sm120.options import Sm120Options
 from sglang_sm120.testing import cpu_platform
@@ -44,8 +44,8 @@ UNCOVERED = {
 }
 
 
-def options(choice: str) -> Sm120Options:
-    return Sm120Options(enable_sm120_opts=True, sm120_all_reduce=choice)
+def options(choice: str, profile: str = "") -> Sm120Options:
+    return Sm120Options(enable_sm120_opts=True, sm120_all_reduce=choice, sm120_all_reduce_profile=profile)
 
 
 def view(**changed: Any) -> SimpleNamespace:
@@ -173,3 +173,50 @@ def test_stock_that_sglang_could_not_set_up_stops() -> None:
 def test_the_environment_of_the_process_is_what_counts(with_gpu, monkeypatch) -> None:
     monkeypatch.setitem(os.environ, "NCCL_P2P_DISABLE", "1")
     assert rules.uncovered(options("auto"), view()) is not None
+
+
+@pytest.mark.parametrize("name", [*UNCOVERED, "one rank"])
+def test_a_profile_that_was_named_asks_for_our_kernels(name: str, with_gpu) -> None:
+    """What `auto` would leave to SGLang stops the server, before the file is read."""
+    changed, says = ({"tp_size": 1}, "one tensor-parallel rank has nothing to sum") if name == "one rank" else (
+        {name: UNCOVERED[name][0]}, UNCOVERED[name][1]
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError) as caught:
+        rules.require(options("auto", "absent.json"), view(**changed), {})
+    assert caught.value.found == f"--sm120-all-reduce-profile absent.json: {says}"
+    assert "drop --sm120-all-reduce-profile," in caught.value.fix
+
+
+def test_the_file_is_read_before_weights_are(with_gpu, tmp_path) -> None:
+    path = tmp_path / "profile.json"
+    for text, says in ((None, "No such file"), ("{", "truncated"), ('{"format": "x"}', "is of format 'x'")):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            rules.require(options("auto", str(path)), view(), {})
+
+
+def test_a_profile_of_another_number_of_ranks_stops_at_once(with_gpu, tmp_path) -> None:
+    from sglang_sm120.runners.profile import Machine
+    from sglang_sm120.tune import comm_profile
+
+    machine = Machine(
+        gpu="Any", capability="12.0", multiprocessors=1, driver="", torch="2", triton=None, flashinfer=None,
+        sglang_sm120="0",
+    )  # fmt: skip
+    profile = comm_profile.CommProfile(
+        format=comm_profile.FORMAT, created="now", command="", machine=machine, gpus=["a", "b"], link="PCIe",
+        world_size=2, hidden_size=512, dtype="bfloat16", baseline="none", missing=[],
+        points=[comm_profile.CommPoint(rows=1, bytes=1024, fused=True, candidates=[])],
+    )  # fmt: skip
+    path = tmp_path / "profile.json"
+    comm_profile.write(profile, path)
+    rules.require(options("auto", str(path)), view(tp_size=2), {})
+    with pytest.raises(ConfigError, match="it is of world size 2, not 4"):
+        rules.require(options("auto", str(path)), view(tp_size=4), {})
+
+
+def test_without_a_gpu_no_profile_fits(monkeypatch) -> None:
+    monkeypatch.setattr(cpu_platform, "is_active", lambda: True)
+    with pytest.raises(UnsupportedError, match="this machine has no CUDA GPU"):
+        rules.require(options("auto", "p.json"), view(), {})

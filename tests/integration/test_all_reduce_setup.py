@@ -23,6 +23,7 @@ from sglang_sm120.kernels.communication import ipc
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm import config, reference
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.api import Communicator, Range
 from sglang_sm120.kernels.communication.window import host_windows
+from sglang_sm120.tune import comm_profile
 
 HIDDEN = 256
 RANGES = (Range(8 << 10, config.LAMPORT), Range(32 << 10, config.TWO_SHOT_PUSH))
@@ -183,7 +184,7 @@ class OnGpu:
         self.group, self.closed, self.ranks = group, [], communicators(group.world_size)
         self.asked: list[dict] = []
         monkeypatch.setattr(setup, "load", lambda source, device: None)
-        monkeypatch.setattr(setup, "_exchange_of", lambda coordinator: group.exchange_of(coordinator.rank_in_group))
+        monkeypatch.setattr(setup, "exchange_of", lambda coordinator: group.exchange_of(coordinator.rank_in_group))
         monkeypatch.setattr(setup.Communicator, "connect", self._connect)
         monkeypatch.setattr(setup.Communicator, "close", lambda communicator: self.closed.append(communicator))
         self.patch = monkeypatch.setattr
@@ -192,11 +193,18 @@ class OnGpu:
         self.asked.append(asked)
         return self.ranks[rank]
 
-    def run(self, choice: str = "auto", dtype: torch.dtype = torch.bfloat16, hidden_size: int = HIDDEN) -> list[Any]:
+    def run(
+        self, choice: str = "auto", dtype: torch.dtype = torch.bfloat16, hidden_size: int = HIDDEN, profile: str = ""
+    ) -> list[Any]:
         def one(rank: int) -> Any:
             coordinator = SimpleNamespace(rank_in_group=rank, world_size=self.group.world_size)
             return setup.connect(
-                coordinator, choice, hidden_size=hidden_size, dtype=dtype, device=torch.device("cuda", rank)
+                coordinator,
+                choice,
+                hidden_size=hidden_size,
+                dtype=dtype,
+                device=torch.device("cuda", rank),
+                profile=profile,
             )
 
         return self.group.run(one)
@@ -297,14 +305,109 @@ def test_what_needs_too_large_a_window_is_left_to_sglang() -> None:
     assert setup.WINDOW_LIMIT_BYTES // 4 < size <= setup.WINDOW_LIMIT_BYTES
 
 
-def test_a_profile_that_does_not_fit_is_said_and_not_used(monkeypatch, caplog) -> None:
-    def refuse(*_: object) -> None:
-        raise ConfigError("all-reduce profile p was measured elsewhere", "one of this machine", "measure")
+class Files:
+    """What each rank finds at the path that it reads: a profile, an error, or None for no file."""
 
-    monkeypatch.setattr(setup.comm_profile, "for_server", refuse)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *of_ranks: Any) -> None:
+        self.of_ranks, self.asked = of_ranks, []
+        self.rank = threading.local()
+        monkeypatch.setattr(setup.comm_profile, "for_server", self.read)
+        monkeypatch.setattr(setup.comm_profile, "for_server_named", self.read)
+
+    def read(self, *asked: Any) -> Any:
+        self.asked.append(asked)
+        found = self.of_ranks[self.rank.number]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def choose(self, named: str = "") -> list[Any]:
+        group = Group(len(self.of_ranks))
+
+        def one(rank: int) -> Any:
+            self.rank.number = rank
+            return setup._profile(named, group.exchange_of(rank), len(self.of_ranks), 6144, torch.bfloat16)
+
+        results = group.run(one)
+        assert group.rounds == 1, "one exchange, whatever was found"
+        return results
+
+
+SMALL = Measured((Range(1 << 10, config.LAMPORT),), (Range(1 << 12, config.LAMPORT),))
+LARGE = Measured((Range(1 << 10, config.LAMPORT),), (Range(1 << 13, config.LAMPORT),))
+ELSEWHERE = ConfigError("all-reduce profile p was measured elsewhere", "one of this machine", "measure")
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "says"),
+    [
+        ((ELSEWHERE, ELSEWHERE), "p was measured elsewhere"),
+        ((SMALL, ELSEWHERE), "p was measured elsewhere"),
+        ((SMALL, LARGE), "ranks have read different ones"),
+        ((SMALL, None), "ranks have read different ones"),
+    ],
+)
+def test_a_profile_that_does_not_fit_on_any_rank_is_used_on_none(of_ranks, says, monkeypatch, caplog) -> None:
+    files = Files(monkeypatch, *of_ranks)
     with caplog.at_level("INFO"):
-        assert setup._profile(2, 6144, torch.bfloat16) is None
-    assert "all-reduce by the shipped default: all-reduce profile p was measured elsewhere" in caplog.text
+        assert files.choose() == [None, None]
+    assert (
+        caplog.text.count(f"all-reduce by the shipped default: all-reduce profile {'p' if says[0] == 'p' else ''}") == 2
+    )
+    assert says in caplog.text
+    for result in files.choose("p.json"):
+        assert isinstance(result, ConfigError)
+        assert says in result.found
+        assert result.needed and result.fix
+
+
+def test_all_ranks_choose_by_the_profile_that_fits(monkeypatch, caplog) -> None:
+    files = Files(monkeypatch, SMALL, SMALL)
+    with caplog.at_level("INFO"):
+        assert files.choose() == [SMALL, SMALL]
+        assert files.asked == [(None, 2, 6144, "bfloat16")] * 2
+        assert files.choose("p.json") == [SMALL, SMALL]
+        assert files.asked[2:] == [("p.json", 2, 6144, "bfloat16")] * 2
+        assert Files(monkeypatch, None, None).choose() == [None, None]
+    assert not caplog.text
+
+
+def test_a_profile_that_was_named_decides_when_a_group_is_set_up(on_gpu: OnGpu, tmp_path) -> None:
+    """A file, as `tune --comm` writes it."""
+    from sglang_sm120.runners.profile import current_machine
+
+    def write(hidden_size: int) -> str:
+        candidates = [
+            comm_profile.CommCandidate(name=name, samples_us=[us])
+            for name, us in ((config.LAMPORT, 2.0), ("nccl", 9.0))
+        ]
+        points = [
+            comm_profile.CommPoint(rows=4, bytes=8 * hidden_size, fused=fused, candidates=candidates)
+            for fused in (True, False)
+        ]
+        path = tmp_path / f"{hidden_size}.json"
+        comm_profile.write(
+            comm_profile.CommProfile(
+                format=comm_profile.FORMAT, created="now", command="", machine=current_machine(), gpus=["a", "b"],
+                link="PCIe", world_size=2, hidden_size=hidden_size, dtype="bfloat16", baseline="none", missing=[],
+                points=points,
+            ),
+            path,
+        )  # fmt: skip
+        return str(path)
+
+    planes = on_gpu.run(profile=write(HIDDEN))
+    assert all(isinstance(plane, GpuPlane) for plane in planes), planes
+    assert on_gpu.asked[0]["ranges"] == on_gpu.asked[0]["norm_ranges"] == (Range(8 * HIDDEN, config.LAMPORT),)
+    on_gpu.asked.clear()
+    for path, says in (
+        (write(2 * HIDDEN), f"it is of hidden size {2 * HIDDEN}, not {HIDDEN}"),
+        (str(tmp_path / "absent.json"), "No such file"),
+    ):
+        for result in on_gpu.run(profile=path):
+            assert isinstance(result, ConfigError)
+            assert says in result.found
+    assert not on_gpu.asked, "before anything is shared"
 
 
 def host_plane() -> HostPlane:
@@ -360,7 +463,7 @@ group = SimpleNamespace(
     world_size=world_size, rank_in_group=rank, ranks=list(range(world_size)), cpu_group=dist.group.WORLD,
     device_group=dist.group.WORLD)
 plane = setup.connect(group, "auto", hidden_size=64, dtype=torch.float32, device=torch.device("cpu"))
-assert setup._exchange_of(group)(bytes([rank])) == [bytes([r]) for r in range(world_size)]
+assert setup.exchange_of(group)(bytes([rank])) == [bytes([r]) for r in range(world_size)]
 found = {}
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     generator = torch.Generator().manual_seed(7)

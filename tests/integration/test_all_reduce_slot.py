@@ -92,7 +92,7 @@ def test_an_enabled_custom_all_reduce_stays_first_unless_ours_was_asked_for() ->
     custom = SimpleNamespace(disabled=False, should_custom_ar=lambda inp: inp.numel() in (8, 24))
     group = coordinator(Slot(plane, None), custom)
     assert [method(group, x) for x in (OURS, NOBODYS)] == ["ca", "ca"]
-    go_first(plane, custom)
+    go_first(plane.takes, custom)
     assert [method(group, x) for x in (OURS, NOBODYS)] == ["pcie_ipc", "ca"]
 
 

@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+import msgspec
+
 from sglang_sm120.bench.all_reduce import Work
 from sglang_sm120.bench.ranks import Rank
 from sglang_sm120.errors import UnsupportedError
@@ -38,6 +40,11 @@ def point(rows: int, fused: bool = True, **hows: Any) -> CommPoint:
         fused=fused,
         candidates=[candidate(name, how) for name, how in named.items()],
     )
+
+
+def with_names(of: CommPoint, hows: dict[str, Any]) -> CommPoint:
+    """The point with candidates of any names."""
+    return msgspec.structs.replace(of, candidates=[candidate(name, how) for name, how in hows.items()])
 
 
 def profile(*points: CommPoint, **changes: Any) -> CommProfile:

@@ -251,6 +251,25 @@ def test_for_a_server_of_this_machine(tmp_path: Path) -> None:
     assert comm_profile.for_server(path, 2, HIDDEN, machine=driver) == canned()
 
 
+def test_a_profile_that_was_named_has_to_be_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    comm_profile.write(canned(), path)
+    assert comm_profile.for_server_named(path, 2, HIDDEN, machine=MACHINE) == canned()
+    for asked, says in (
+        ((4, HIDDEN, "bfloat16"), "it is of world size 2, not 4"),
+        ((2, HIDDEN * 2, "bfloat16"), f"it is of hidden size {HIDDEN}, not {HIDDEN * 2}"),
+        ((2, HIDDEN, "float16"), "it is of dtype bfloat16, not float16"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            comm_profile.for_server_named(path, *asked, machine=MACHINE)
+        assert error.value.found == f"all-reduce profile {path} is not of this server: {says}"
+        assert f"{asked[0]} GPUs, hidden size {asked[1]}, {asked[2]}" in error.value.needed
+    with pytest.raises(ConfigError, match="measured elsewhere: gpu Test GPU"):
+        comm_profile.for_server_named(path, 2, HIDDEN, machine=msgspec.structs.replace(MACHINE, gpu="Other GPU"))
+    with pytest.raises(ConfigError, match="No such file"):
+        comm_profile.for_server_named(tmp_path / "absent.json", 2, HIDDEN, machine=MACHINE)
+
+
 @pytest.mark.parametrize("change", [{"gpu": "Other GPU"}, {"torch": "2.1"}, {"sglang_sm120": "0.2"}])
 def test_another_machine_or_other_versions_are_refused_with_the_reason(change: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"

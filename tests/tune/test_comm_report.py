@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comm_work import LAMPORT, NCCL, PUSH, TWO_SHOT, canned, point, profile
+from comm_work import LAMPORT, NCCL, PUSH, TWO_SHOT, canned, point, profile, with_names
 from rich.console import Console
 
 from sglang_sm120.errors import UnsupportedError
@@ -42,11 +42,14 @@ def test_the_tables() -> None:
     rows = cells(text)
     assert ["4,096", "1", "*", "4.00", "5.00", "8.00", "12.00", "0.33", LAMPORT] in rows
     assert ["262,144", "64", "30.00", "wrong", "*", "20.00", "25.00", "0.80", TWO_SHOT] in rows
-    assert ["2,097,152", "512", "-", "-", "200.0", "*", "150.0", "1.33", "stock"] in rows
-    assert ["32,768", "8", "7.00", "*", "8.00", "0.88", "stock", "~"] in rows
-    assert ["262,144", "64", "failed", "*", "25.00", "stock"] in rows
+    assert ["2,097,152", "512", "-", "-", "200.0", "*", "150.0", "1.33", "stock:nccl"] in rows
+    assert ["32,768", "8", "7.00", "*", "8.00", "0.88", "stock:nccl", "~"] in rows
+    assert ["262,144", "64", "failed", "*", "25.00", "stock:nccl"] in rows
     assert text.index("sum, residual add and RMSNorm") < text.index("the sum alone")
-    assert "up to 92,672 bytes one-shot-lamport; up to 741,440 bytes two-shot-push; up to 2,097,152 bytes stock" in text
+    assert (
+        "up to 92,672 bytes one-shot-lamport; up to 741,440 bytes two-shot-push; up to 2,097,152 bytes stock:nccl"
+        in text
+    )
 
 
 def test_what_is_wrong_failed_or_too_close_is_said() -> None:
@@ -58,6 +61,23 @@ def test_what_is_wrong_failed_or_too_close_is_said() -> None:
         "stock (samples 7.00 to 9.00 and 8.00 to 8.00 us)"
     ) in text
     assert len(comm_report.failures(canned())) == 2
+
+
+def test_which_of_sglangs_ways_won() -> None:
+    of = profile(
+        with_names(point(1), {LAMPORT: 9.0, "nccl": 8.0, "flashinfer pcie_ipc": 5.0}),
+        with_names(point(2), {LAMPORT: 9.0, "nccl": 8.0, "flashinfer pcie_ipc": 7.9}),
+        with_names(point(4), {LAMPORT: 9.0, "nccl": 8.0, "mscclpp": 2.0}),
+        with_names(point(8), {LAMPORT: 2.5, "nccl": 8.0, "mscclpp": 2.0}),
+        with_names(point(16), {LAMPORT: 9.0, "of another": 3.0, "nccl": 8.0}),
+    )
+    lines = comm_report.lines(of, True)
+    assert [line.named for line in lines] == ["stock:pcie_ipc", "stock:nccl", "stock:mscclpp", LAMPORT, "stock"]
+    assert [line.marked for line in lines] == ["flashinfer pcie_ipc", "nccl", "mscclpp", LAMPORT, "of another"]
+    assert lines[3].ratio == 2.5 / 8.0, "a server with ours has not MSCCL++"
+    text = shown(of)
+    assert "sum, residual add and RMSNorm: MSCCL++ is the fastest at 4 tokens; a server has it by" in text
+    assert "up to 5,792 bytes stock:pcie_ipc; up to 11,584 bytes stock:nccl; up to 23,168 bytes stock:mscclpp" in text
 
 
 def test_one_reason_is_one_line() -> None:
@@ -122,7 +142,7 @@ def test_what_is_drawn() -> None:
     assert set(drawn) == {LAMPORT, PUSH, TWO_SHOT, NCCL}
     (chosen,) = fused.collections
     assert chosen.get_offsets().tolist() == [[4096, 4.0], [32768, 5.0], [262144, 20.0], [2097152, 150.0]]
-    assert [text.get_text().strip() for text in fused.texts] == [f"{LAMPORT} | {TWO_SHOT}", f"{TWO_SHOT} | stock"]
+    assert [text.get_text().strip() for text in fused.texts] == [f"{LAMPORT} | {TWO_SHOT}", f"{TWO_SHOT} | stock:nccl"]
     assert "2 x Test GPU; PCIe" in figure.get_suptitle()
 
 

@@ -118,7 +118,7 @@ class Communicator:
             return None
         work = Shape(elements // shape[-1], shape[-1], elements) if norm else config.flat(elements)
         chosen = config.choose(self.norm_ranges if norm else self.ranges, 2 * elements)
-        return chosen if chosen is not None and self._fits(chosen, work) else None
+        return chosen if chosen is not None and self.window_holds(chosen, work) else None
 
     def all_reduce(self, x: Tensor, *, out: Tensor | None = None, algorithm: str | None = None) -> Tensor:
         """Sum a tensor over all ranks.
@@ -229,7 +229,7 @@ class Communicator:
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise ContractError(f"algorithm {algorithm!r}", f"one of {', '.join(ALGORITHMS)}", "correct the name")
         chosen = algorithm or config.choose(ranges, 2 * work.elements)
-        if chosen is None or not self._fits(chosen, work):
+        if chosen is None or not self.window_holds(chosen, work):
             raise UnsupportedError(
                 f"a message of {2 * work.elements} bytes" + (f" by {chosen}" if chosen else ""),
                 "one that the windows were made for: "
@@ -238,7 +238,8 @@ class Communicator:
             )
         return chosen
 
-    def _fits(self, algorithm: str, work: Shape) -> bool:
+    def window_holds(self, algorithm: str, work: Shape) -> bool:
+        """Whether the windows are large enough for this call by this algorithm; the same on every rank."""
         return self._space.holds(config.space_of(algorithm, work, self.window.world_size))
 
     def _check(self, x: Tensor, *others: Tensor) -> None:
