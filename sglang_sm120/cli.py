@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens a request (default: 48)")
     demo.add_argument("--log", metavar="FILE", help="keep the server's log in this file")
-    commands.add_parser("doctor", help="check this installation and say how to fix what is wrong")
+    _add_doctor(commands)
     commands.add_parser("flags", help="list the flags that `sglang serve` takes from this package")
     _add_plan(commands)
     _add_bench(commands)
@@ -55,6 +55,18 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "Exit status 1: nothing fits; 2: options that make no sense. docs/plan.md says what is counted.",
     )
     add_plan_arguments(plan)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_sm120.doctor.command import add_doctor_arguments
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine and installation, and say how to fix what is wrong",
+        description="Reads driver, GPUs, PCI bus, packages and environment; changes nothing. Exit status 1: something "
+        "will be refused, or will hang or be wrong; 2: options that make no sense. docs/doctor.md lists the checks.",
+    )
+    add_doctor_arguments(doctor)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,16 +137,14 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from sglang_sm120.doctor.checks import run_checks
+    from sglang_sm120.doctor.command import run
+    from sglang_sm120.errors import Sm120Error
 
-    findings = run_checks()
-    for finding in findings:
-        print(f"{finding.level:7}  {finding.what}: {finding.found}")
-        if finding.fix:
-            print(f"         fix: {finding.fix}")
-    errors = sum(finding.level == "error" for finding in findings)
-    print(f"{len(findings)} checks, {errors} error{'' if errors == 1 else 's'}")
-    return 1 if errors else 0
+    try:
+        return run(args)
+    except Sm120Error as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -30,12 +30,18 @@ def register() -> None:
         raise SystemExit(f"sglang-sm120 could not register: {type(error).__name__}: {error}") from error
 
 
+def _look_at_machine() -> None:
+    from sglang_sm120.doctor.quick import log_problems
+
+    log_problems()
+
+
 def _install() -> None:
     from sglang_sm120.integration import apply, fp4_gemm, resolution
     from sglang_sm120.integration.hooks import Stage
 
     apply.require_version()
-    resolution.register()
+    resolution.register(_look_at_machine)
     if asked_for(sys.argv, os.environ):
         fp4_gemm.add_choice()
     apply.install(Stage.PROCESS)

@@ -24,7 +24,8 @@ from rich.table import Table
 from sglang_sm120.bench import p2p_plot, plot
 from sglang_sm120.bench.p2p_options import P2pBenchOptions
 from sglang_sm120.errors import ConfigError
-from sglang_sm120.kernels.communication.p2p_probe.api import Finding, Pair, ProbeReport, failed, find, probe
+from sglang_sm120.findings import Finding, failed
+from sglang_sm120.kernels.communication.p2p_probe.api import Pair, ProbeReport, find, probe
 from sglang_sm120.runners.profile import driver_version
 
 FORMAT = "sglang-sm120 bench p2p 1"

@@ -17,12 +17,17 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = "sglang-sm120"
 _registered = False
+_look: Callable[[], None] | None = None
 
 
-def register() -> None:
-    """Wrap SGLang's MoE resolution step (a supported door), once."""
-    global _registered
+def register(look: Callable[[], None] | None = None) -> None:
+    """Wrap SGLang's MoE resolution step (a supported door), once.
+
+    look: called once before the first server's checks; it says what may be wrong with the machine, and stops nothing.
+    """
+    global _registered, _look
     if not _registered:
+        _look = look
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
         register_resolution_hook("handle_moe_kernel_config")(resolve_moe)
@@ -47,6 +52,7 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     apply.require_tree()
+    _look_once()
     require_machine(options)
     view = resolving_view(server_args)
     all_reduce_rules.require(options, view)
@@ -62,6 +68,13 @@ def _prepare(server_args: Any, options: Sm120Options) -> None:
         raise problem
     if options.sm120_emulate:
         _resolve_emulation(server_args, view)
+
+
+def _look_once() -> None:
+    global _look
+    look, _look = _look, None
+    if look is not None:
+        look()
 
 
 def require_machine(options: Sm120Options) -> None:

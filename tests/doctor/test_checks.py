@@ -1,68 +1,38 @@
-"""Doctor: silent when all is well, and every fault of an environment named with its fix, even where little works."""
+"""The checks of the installation: silent when all is well, and every fault named with its fix."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from recorded_machines import bad, facts_of, of, with_python
 
-from sglang_sm120 import cli
-from sglang_sm120.doctor.checks import Finding, run_checks, sglang_tree
+from sglang_sm120.doctor import facts_python
+from sglang_sm120.doctor.check import Check
+from sglang_sm120.doctor.checks import judge, run_checks, sglang_tree
+from sglang_sm120.doctor.facts import Facts
+from sglang_sm120.doctor.machine import ThisMachine
+from sglang_sm120.findings import Finding, failed, worst_first
 from sglang_sm120.integration.hooks import HOOKS
 
 
-def errors(environ: dict[str, str]) -> dict[str, Finding]:
-    """What is in error -> its finding. Each says how to put it right."""
-    found = {finding.what: finding for finding in run_checks(environ) if finding.level == "error"}
-    assert all(finding.found and finding.fix for finding in found.values())
-    return found
+def with_environ(**environ: str) -> Facts:
+    return replace(facts_of(), environ=environ)
 
 
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SGLANG_")]:
-        monkeypatch.delenv(name)
+def errors(facts: Facts) -> dict[str, Finding]:
+    """What is "fail" -> its finding."""
+    return {finding.what: finding for finding in judge(facts) if finding.level == "fail"}
 
 
-@pytest.fixture
-def pretend_version(monkeypatch: pytest.MonkeyPatch):
-    """version -> as if the installed SGLang were that one; None: as if there were none."""
-    installed = metadata.version
-
-    def pretend(version: str | None) -> None:
-        def fake(name: str) -> str:
-            if name != "sglang":
-                return installed(name)
-            if version is None:
-                raise metadata.PackageNotFoundError(name)
-            return version
-
-        monkeypatch.setattr(metadata, "version", fake)
-
-    return pretend
-
-
-@pytest.fixture
-def no_sglang(pretend_version, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    pretend_version(None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
-
-
-def test_a_healthy_installation() -> None:
-    findings = run_checks({})
-    assert not [finding for finding in findings if finding.level == "error"]
-    assert {finding.what for finding in findings if finding.level == "ok"} >= {
-        "SGLang",
-        "plugin entry point",
-        "hooks",
-        "environment",
-    }
-    assert [finding.level for finding in findings if finding.what == "GPU"] in (["ok"], ["warning"])
+def test_levels() -> None:
+    found = [Finding(level, "", "") for level in ("ok", "warn", "fail", "note", "fail")]
+    assert [each.level for each in worst_first(found)] == ["fail", "fail", "warn", "note", "ok"]
+    assert failed(found) and not failed(found[:2])
+    with pytest.raises(ValueError, match="level 'error'"):
+        Finding("error", "", "")
 
 
 def test_the_tree_is_the_one_that_would_be_imported() -> None:
@@ -76,7 +46,7 @@ def test_plugins_that_leave_us_out(value: str, monkeypatch: pytest.MonkeyPatch) 
     plugins = pytest.importorskip("sglang.srt.plugins")
     monkeypatch.setenv("SGLANG_PLUGINS", value)
     loaded = "sm120" in plugins.load_plugins_by_group("sglang.srt.plugins")
-    found = errors({"SGLANG_PLUGINS": value})
+    found = errors(with_environ(SGLANG_PLUGINS=value))
     assert set(found) == (set() if loaded else {"SGLANG_PLUGINS"})
     if not loaded:
         assert repr(value) in found["SGLANG_PLUGINS"].found
@@ -87,9 +57,14 @@ def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = pytest.importorskip("sglang.srt.plugins")
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
     assert "sglang-sm120" in plugins._get_excluded_dists(), "SGLang then leaves out our plugin too"
-    found = errors({"SGLANG_PLATFORM": "other"})
+    found = errors(with_environ(SGLANG_PLATFORM="other"))
     assert set(found) == {"SGLANG_PLATFORM"}
     assert found["SGLANG_PLATFORM"].fix == "unset SGLANG_PLATFORM"
+
+
+def test_the_platform_of_the_emulation() -> None:
+    assert set(errors(with_environ(SGLANG_PLATFORM="sm120"))) == {"SGLANG_PLATFORM"}
+    assert not errors(with_environ(SGLANG_PLATFORM="sm120", SGLANG_SM120_EMULATE="1"))
 
 
 @pytest.mark.parametrize(
@@ -101,63 +76,51 @@ def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_misspelt_variable_or_value(name: str, value: str, fix: str) -> None:
-    found = errors({name: value})
-    assert set(found) == {"environment"}
-    assert name in found["environment"].found
-    assert found["environment"].fix == fix
+    found = errors(with_environ(**{name: value}))
+    assert set(found) == {"options"}
+    assert name in found["options"].found
+    assert found["options"].fix == fix
 
 
 def test_variables_that_are_set_are_shown() -> None:
-    (shown,) = [f for f in run_checks({"SGLANG_SM120_MOE_NUMERICS": "w4a16"}) if f.what == "environment"]
+    (shown,) = of(with_environ(SGLANG_SM120_MOE_NUMERICS="w4a16"), "installation.options")
     assert (shown.level, shown.found) == ("ok", "sm120_moe_numerics=w4a16")
 
 
-def test_a_newer_sglang(pretend_version) -> None:
-    pretend_version("0.5.99")
-    found = errors({})
-    assert found["SGLang"].found == "SGLang 0.5.99; needed: SGLang >= 0.5.23, < 0.5.24"
-    assert set(found) == {"SGLang", *(f"hook {hook.name}" for hook in HOOKS)}
+def test_another_sglang() -> None:
+    found = errors(with_python(facts_of(), packages={"sglang": ["0.5.99"]}))
+    assert set(found) == {"SGLang"}
+    assert (found["SGLang"].found, found["SGLang"].needed) == ("SGLang 0.5.99", "SGLang >= 0.5.23, < 0.5.24")
+
+
+def test_hooks_are_compared_with_the_installed_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown version has no digest that was tested, so no hook fits."""
+    pytest.importorskip("sglang")
+    real = facts_python._packages
+    monkeypatch.setattr(facts_python, "_packages", lambda: (real()[0] | {"sglang": ["0.5.99"]}, []))
+    found = errors(with_python(facts_of(), **facts_python._hooks({"sglang": ["0.5.99"]})))
+    assert set(found) == {f"hook {hook.name}" for hook in HOOKS}
 
 
 def test_the_plugin_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda **selection: metadata.EntryPoints())
-    assert set(errors({})) == {"plugin entry point"}
+    assert facts_python.gather({}, quick=True)["entry_points"] == []
+    assert set(errors(with_python(facts_of(), entry_points=[]))) == {"plugin entry point"}
 
 
-def test_no_sglang(no_sglang) -> None:
-    found = errors({})
+def test_no_sglang() -> None:
+    found = errors(with_python(facts_of(), packages={"sglang": None}, pins={}, hook_problems=None))
     assert set(found) == {"SGLang"}
     assert found["SGLang"].found == "not installed"
 
 
-def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert set(errors({})) == {"torch"}
-
-
-def test_command_when_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "checks, 0 errors\n" in out
-    assert out.count("\nok ") + out.startswith("ok ") >= 4
-
-
-def test_command_with_two_faults(
-    no_sglang, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", "smg")
-    assert cli.main(["doctor"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "error    SGLang: not installed"
-    assert lines[1].startswith("         fix: pip install sglang-sm120")
-    assert "         fix: set SGLANG_PLUGINS=smg,sm120, or unset it" in lines
-    assert lines[-1].endswith("checks, 2 errors")
-
-
-def test_command_with_one_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", "smg")
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith("checks, 1 error\n")
+def test_this_installation() -> None:
+    """The environment of the tests: nothing will be refused."""
+    pytest.importorskip("sglang")
+    findings = run_checks(ThisMachine({}))
+    assert not failed(findings)
+    ok = {finding.what for finding in findings if finding.level == "ok"}
+    assert ok >= {"SGLang", "plugin entry point", "hooks", "options"}
 
 
 @pytest.mark.parametrize(
@@ -172,13 +135,13 @@ def test_command_with_one_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ],
 )
 def test_what_keeps_the_all_reduce_out(environ: dict[str, str], fix: str) -> None:
-    (found,) = [finding for finding in run_checks(environ) if finding.what == "all-reduce"]
-    assert found.level == "warning" and fix in found.fix and "is left out" in found.found
+    (found,) = of(with_environ(**environ), "all-reduce.environment")
+    assert found.level == "warn" and fix in found.fix and "is left out" in found.found
 
 
 def test_what_lets_the_all_reduce_be() -> None:
     harmless = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "NCCL_P2P_DISABLE": "0"}
-    assert not [finding for finding in run_checks(harmless) if finding.what == "all-reduce"]
+    assert not of(with_environ(**harmless), "all-reduce.environment")
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -186,6 +149,56 @@ def test_mscclpp(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if there:
         (tmp_path / "mscclpp.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
-    (found,) = [finding for finding in run_checks({}) if finding.what == "MSCCL++"]
+    facts = with_python(facts_of(), mscclpp=facts_python.gather({}, quick=True)["mscclpp"])
+    (found,) = of(facts, "all-reduce.mscclpp")
     assert found.level == "ok" and found.found.startswith("installed" if there else "not installed")
     assert bool(found.fix) is not there
+
+
+def test_versions_against_sglangs_own_metadata() -> None:
+    pins = dict(facts_python._pins())
+    required = metadata.requires("sglang") or []
+    assert f"torch=={pins['torch']}" in required
+    assert any(line.startswith("flashinfer_python") and f"=={pins['flashinfer-python']}" in line for line in required)
+    facts = with_python(facts_of(), packages={"torch": ["2.13.0+cu130"], "sglang-kernel": None})
+    wrong, missing = of(facts, "installation.pins")
+    assert (wrong.level, wrong.found) == ("warn", "torch 2.13.0+cu130 (SGLang asks for 2.14.1)")
+    assert (missing.level, missing.found) == ("warn", "sglang-kernel==0.4.10")
+
+
+@pytest.mark.parametrize(("owners", "level"), [(["b12x", "flashinfer-python"], "warn"), (["b12x"], "note")])
+def test_b12x_from_the_index(owners: list[str], level: str) -> None:
+    facts = with_python(facts_of(), packages={"b12x": ["1.5.1"]}, b12x_owners=owners)
+    (found,) = of(facts, "installation.b12x")
+    assert found.level == level and "pip uninstall -y b12x" in found.fix
+
+
+def test_owners_of_a_file_are_read_from_the_installed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two distributions that own the same file, and one package installed twice."""
+    for name, version, file in (
+        ("b12x", "1.5.1", "b12x/__init__.py"),
+        ("flashinfer_python", "0.7.2", "b12x/__init__.py"),
+        ("triton", "3.0.0", "triton/other.py"),
+    ):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").write_text(f"{file},,\n")
+    broken = tmp_path / "torch_broken-1.0.dist-info"
+    broken.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    facts = facts_python.gather({}, quick=True)
+    assert facts["b12x_owners"] == ["b12x", "flashinfer-python"]
+    assert "3.0.0" in facts["packages"]["triton"]
+
+
+def test_a_check_that_fails_says_so_and_stops_nothing() -> None:
+    def broken(facts: Facts) -> list[Finding]:
+        raise KeyError("a field that is not there")
+
+    (found,) = Check("gpu.broken", broken).run(facts_of())
+    assert (found.level, found.check) == ("warn", "gpu.broken") and "a field that is not there" in found.found
+
+
+def test_a_healthy_machine_has_nothing_to_mend() -> None:
+    assert bad(facts_of()) == set()

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import pytest
 
 from communication.p2p_reports import GENERATION_5, narrow, report
 from sglang_sm120.errors import ConfigError
+from sglang_sm120.findings import Finding, failed
 from sglang_sm120.kernels.communication.p2p_probe.environment import Environment, read_environment, read_link
-from sglang_sm120.kernels.communication.p2p_probe.findings import failed, find
-from sglang_sm120.kernels.communication.p2p_probe.report import AllToAll, Finding, ProbeReport
+from sglang_sm120.kernels.communication.p2p_probe.findings import find
+from sglang_sm120.kernels.communication.p2p_probe.report import AllToAll, ProbeReport
 
 ROOT = Path(__file__).resolve().parents[3]
 GPUS = ("0000:01:00.0", "0000:41:00.0")
@@ -259,5 +260,6 @@ def test_what_needs_no_gpu_needs_no_torch_either(module: str) -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_a_finding_is_plain_data() -> None:
-    assert asdict(Finding("note", "a", "b")) == {"level": "note", "what": "a", "found": "b", "fix": ""}
+def test_findings_carry_a_name_for_scripts() -> None:
+    assert said(report())["P2P"].check == "p2p.p2p"
+    assert said(report(status="hung", together=None))["P2P hangs"].check == "p2p.p2p-hangs"

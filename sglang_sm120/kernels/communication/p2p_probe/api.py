@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_sm120.errors import ContractError, UnsupportedError
+from sglang_sm120.findings import failed
 from sglang_sm120.kernels.communication.p2p_probe import config, kernel, pairs, report
 from sglang_sm120.kernels.communication.p2p_probe.config import Sizes
 from sglang_sm120.kernels.communication.p2p_probe.environment import read_environment
-from sglang_sm120.kernels.communication.p2p_probe.findings import failed, find
-from sglang_sm120.kernels.communication.p2p_probe.report import AllToAll, Finding, Gpu, Pair, ProbeReport
+from sglang_sm120.kernels.communication.p2p_probe.findings import find
+from sglang_sm120.kernels.communication.p2p_probe.report import AllToAll, Gpu, Pair, ProbeReport
 from sglang_sm120.kernels.communication.p2p_probe.workers import Command, Workers, child_command
 
-__all__ = ["SOURCE", "AllToAll", "Finding", "Gpu", "Pair", "ProbeReport", "Sizes", "failed", "find", "probe"]
+__all__ = ["SOURCE", "AllToAll", "Gpu", "Pair", "ProbeReport", "Sizes", "failed", "find", "probe"]
 
 SOURCE = kernel.SOURCE
 Progress = Callable[[str, int, int], None]

@@ -5,18 +5,70 @@ Every fact is optional: files are missing in containers and virtual machines, an
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _ROOT = Path("/")
+_DEVICES = "/sys/bus/pci/devices"
 _ACS_CAPABILITY = 0x000D
 _ACS_REDIRECT = 0x1C  # request redirect, completion redirect, upstream forwarding
 _EXTENDED = 0x100  # where extended capabilities start in the configuration space
 _NVIDIA_PARAMETERS = ("RegistryDwords", "EnableResizableBar", "DmaRemapPeerMmio", "GrdmaPciTopoCheckOverride")
 _IOMMU_ARGUMENT = re.compile(r"^(?:(?:amd_|intel_)?iommu(?:\.\w+)?|pci|pcie_acs_override)(?:=.*)?$")
+
+
+class Reader(Protocol):
+    """Where files come from: this machine's (`Files`), or a recording of another's. Paths are absolute."""
+
+    def text(self, path: str) -> str:
+        """A file's text; empty where it cannot be read."""
+        ...
+
+    def data(self, path: str) -> bytes:
+        """A file's bytes, as many as this process may read."""
+        ...
+
+    def names(self, path: str) -> tuple[str, ...]:
+        """What a folder holds, sorted; empty where it cannot be read."""
+        ...
+
+    def real(self, path: str) -> str:
+        """The path behind links; empty where nothing is there."""
+        ...
+
+
+class Files:
+    """The files of this machine, or those under another root. Raises nothing."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+
+    def text(self, path: str) -> str:
+        return self.data(path).decode(errors="replace")
+
+    def data(self, path: str) -> bytes:
+        try:
+            return self._at(path).read_bytes()
+        except OSError:
+            return b""
+
+    def names(self, path: str) -> tuple[str, ...]:
+        try:
+            return tuple(sorted(entry.name for entry in self._at(path).iterdir()))
+        except OSError:
+            return ()
+
+    def real(self, path: str) -> str:
+        try:
+            return "/" + str(self._at(path).resolve(strict=True).relative_to(self._root.resolve()))
+        except (OSError, RuntimeError, ValueError):  # missing, a loop of links, one that leaves the root
+            return ""
+
+    def _at(self, path: str) -> Path:
+        return self._root / path.lstrip("/")
 
 
 @dataclass(frozen=True)
@@ -65,26 +117,23 @@ class Environment:
         return lines
 
 
-def read_environment(pci_bus_ids: Sequence[str] = (), root: Path = _ROOT) -> Environment:
-    """The facts of this machine and of these GPUs. root: of the file system. Raises nothing."""
-    devices = root / "sys/bus/pci/devices"
-    parameters = tuple(_driver_parameters(_read(root / "proc/driver/nvidia/params")))
-    hmm = _read(root / "sys/module/nvidia_uvm/parameters/uvm_disable_hmm").strip()
-    iommus: tuple[str, ...] = ()
-    with contextlib.suppress(OSError):
-        iommus = tuple(sorted(path.name for path in (root / "sys/class/iommu").iterdir()))
+def read_environment(pci_bus_ids: Sequence[str] = (), root: Path = _ROOT, reader: Reader | None = None) -> Environment:
+    """The facts of this machine and of these GPUs. root: of the files, unless a reader is given. Raises nothing."""
+    files = Files(root) if reader is None else reader
+    parameters = tuple(_driver_parameters(files.text("/proc/driver/nvidia/params")))
+    hmm = files.text("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm").strip()
     types, bars = [], []
     for bus_id in pci_bus_ids:
-        if kind := _read(devices / bus_id / "iommu_group/type").strip():
+        if kind := files.text(f"{_DEVICES}/{bus_id}/iommu_group/type").strip():
             types.append(f"{bus_id}: {kind}")
-        size = _bar1_bytes(_read(devices / bus_id / "resource"))
+        size = _bar1_bytes(files.text(f"{_DEVICES}/{bus_id}/resource"))
         if size is not None and size < 1 << 30:
             bars.append(f"{bus_id}: {size >> 20} MiB")
     return Environment(
-        iommu_arguments=tuple(word for word in _read(root / "proc/cmdline").split() if _IOMMU_ARGUMENT.match(word)),
-        iommus=iommus,
+        iommu_arguments=tuple(word for word in files.text("/proc/cmdline").split() if _IOMMU_ARGUMENT.match(word)),
+        iommus=files.names("/sys/class/iommu"),
         gpu_iommu_types=tuple(types),
-        acs_bridges=tuple(dict.fromkeys(bridge for bus_id in pci_bus_ids for bridge in _acs_bridges(devices, bus_id))),
+        acs_bridges=tuple(dict.fromkeys(bridge for bus_id in pci_bus_ids for bridge in _acs_bridges(files, bus_id))),
         small_bar1=tuple(bars),
         driver_parameters=parameters,
         force_p2p=any("forcep2p" in line.lower() for line in parameters),
@@ -97,20 +146,13 @@ def read_link(pci_bus_id: str, root: Path = _ROOT) -> tuple[float | None, int | 
 
     An idle GPU slows its link down: ask right after it was busy.
     """
-    folder = root / "sys/bus/pci/devices" / pci_bus_id
-    speed = re.match(r"([\d.]+) GT/s", _read(folder / "current_link_speed"))
-    lanes, most = (_number(_read(folder / name)) for name in ("current_link_width", "max_link_width"))
+    files, folder = Files(root), f"{_DEVICES}/{pci_bus_id}"
+    speed = re.match(r"([\d.]+) GT/s", files.text(f"{folder}/current_link_speed"))
+    lanes, most = (_number(files.text(f"{folder}/{name}")) for name in ("current_link_width", "max_link_width"))
     if speed is None or not lanes:
         return None, lanes, most
     gt_s = float(speed[1])
     return gt_s * lanes / 8 * (0.8 if gt_s < 8 else 128 / 130), lanes, most
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _number(text: str) -> int | None:
@@ -135,18 +177,15 @@ def _bar1_bytes(resource: str) -> int | None:
     return last - first + 1 if last > first else None
 
 
-def _acs_bridges(devices: Path, bus_id: str) -> Iterator[str]:
+def _acs_bridges(files: Reader, bus_id: str) -> Iterator[str]:
     """The bridges above a device, nearest first, whose ACS redirects."""
-    try:
-        place = (devices / bus_id).resolve(strict=True)
-    except OSError:
-        return
-    for bridge in place.parents:
-        if not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", bridge.name):
+    place = files.real(f"{_DEVICES}/{bus_id}")
+    while place := place.rpartition("/")[0]:
+        bridge = place.rpartition("/")[2]
+        if not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", bridge):
             return
-        with contextlib.suppress(OSError):
-            if _acs_control((bridge / "config").read_bytes()) & _ACS_REDIRECT:
-                yield bridge.name
+        if _acs_control(files.data(f"{place}/config")) & _ACS_REDIRECT:
+            yield bridge
 
 
 def _acs_control(config: bytes) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from sglang_sm120.findings import Finding, failed, worst_first
 from sglang_sm120.kernels.communication.p2p_probe import config, remedies, report
-from sglang_sm120.kernels.communication.p2p_probe.report import Finding, Pair, ProbeReport
+from sglang_sm120.kernels.communication.p2p_probe.report import Pair, ProbeReport
 
-_LEVELS = ("fail", "warn", "note", "ok")
 _MOST_NAMED = 6
 _GENERATION_4_GB_S = 31.5  # 16 lanes
 
@@ -33,14 +34,10 @@ def find(of: ProbeReport) -> list[Finding]:
         *_settings(of),
         *_nvlink(of),
     ]
-    if not any(finding.level == "fail" for finding in found):
+    if not failed(found):
         found.insert(0, _summary(of))
-    return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
-
-
-def failed(findings: Iterable[Finding]) -> bool:
-    """Whether one of them forbids sharing memory."""
-    return any(finding.level == "fail" for finding in findings)
+    named = (replace(finding, check=f"p2p.{finding.what.lower().replace(' ', '-')}") for finding in found)
+    return worst_first(named)
 
 
 def _denied(of: ProbeReport) -> Iterator[Finding]:
@@ -56,7 +53,7 @@ def _denied(of: ProbeReport) -> Iterator[Finding]:
         "fail",
         "peer access",
         f"the driver gives none between GPUs {_names(denied)}",
-        remedies.steps(remedies.bar1(of.environment), fix),
+        fix=remedies.steps(remedies.bar1(of.environment), fix),
     )
 
 
@@ -77,7 +74,9 @@ def _broken(of: ProbeReport) -> Iterator[Finding]:
         details = dict.fromkeys([pair.detail for pair in pairs] + ([of.all_to_all.detail] if together else []))
         because = "; ".join(detail for detail in list(details)[:2] if detail)
         found = f"{' and '.join(where)}: {meaning} ({because})" if because else f"{' and '.join(where)}: {meaning}"
-        yield Finding("fail", what, found, remedies.LOOK if status == report.FAILED else remedies.bus(of.environment))
+        yield Finding(
+            "fail", what, found, fix=remedies.LOOK if status == report.FAILED else remedies.bus(of.environment)
+        )
 
 
 def _through_host(of: ProbeReport) -> Iterator[Finding]:
@@ -96,7 +95,7 @@ def _through_host(of: ProbeReport) -> Iterator[Finding]:
         "through the host",
         f"no pair has more than {best:.1f} GB/s ({100 * max(shares):.0f} % of its PCIe link) and no write takes less "
         f"than {shortest:.1f} us: traffic goes through host memory, not from GPU to GPU",
-        remedies.steps(*(cause(environment) for cause in causes)),
+        fix=remedies.steps(*(cause(environment) for cause in causes)),
     )
 
 
@@ -113,7 +112,7 @@ def _collapsed_pairs(of: ProbeReport) -> Iterator[Finding]:
             "writes collapse",
             f"GPUs {_names(pair for pair, _ in collapsed)}: {worst.push_gb_s:.1f} GB/s pushed, {pull:.1f} GB/s pulled "
             "on the same way",
-            "use algorithms that pull; a newer firmware of the PCIe switch, or GPUs in other slots, may mend it",
+            fix="use algorithms that pull; a newer firmware of the PCIe switch, or GPUs in other slots, may mend it",
         )
 
 
@@ -129,7 +128,7 @@ def _collapsed_together(of: ProbeReport) -> Iterator[Finding]:
             "warn",
             "shared link",
             f"{numbers}; pulled {pull:.1f} and {pull_alone:.1f}: GPUs share a link that is slower than theirs together",
-            "keep a tensor-parallel group behind one PCIe switch, or on one processor's own lanes",
+            fix="keep a tensor-parallel group behind one PCIe switch, or on one processor's own lanes",
         )
         return
     pulled = "" if pull is None else f"; {pull:.1f} GB/s a GPU pulled at once"
@@ -137,7 +136,7 @@ def _collapsed_together(of: ProbeReport) -> Iterator[Finding]:
         "warn",
         "writes collapse together",
         f"{numbers}{pulled}",
-        "use algorithms that pull, for more than two GPUs; keep a tensor-parallel group behind one PCIe root",
+        fix="use algorithms that pull, for more than two GPUs; keep a tensor-parallel group behind one PCIe root",
     )
 
 
@@ -155,7 +154,7 @@ def _slow_reads(of: ProbeReport) -> Iterator[Finding]:
             "slow reads",
             f"GPUs {_names(pair for _, pair in slow)}: a read takes {worst.pull_latency_us:.2f} us, a write "
             f"{worst.push_latency_us:.2f} us ({ratio:.0f} times)",
-            "use algorithms that push for small messages",
+            fix="use algorithms that push for small messages",
         )
 
 
@@ -173,7 +172,7 @@ def _asymmetric(of: ProbeReport) -> Iterator[Finding]:
             "uneven directions",
             f"GPUs {_names(pair for _, pair in uneven)}: GPU {worst.source} moves up to {ratio:.1f} times what GPU "
             f"{worst.target} moves the other way",
-            "compare their PCIe slots (lanes, generation) and the bridges above them: nvidia-smi topo -m",
+            fix="compare their PCIe slots (lanes, generation) and the bridges above them: nvidia-smi topo -m",
         )
 
 
@@ -182,7 +181,7 @@ def _lanes(of: ProbeReport) -> Iterator[Finding]:
     if narrow:
         lanes = ", ".join(f"GPU {gpu.index} {gpu.link_lanes} of {gpu.max_link_lanes}" for gpu in narrow)
         yield Finding(
-            "note", "PCIe lanes", f"fewer than the card has: {lanes}", "another slot, or the BIOS's bifurcation"
+            "note", "PCIe lanes", f"fewer than the card has: {lanes}", fix="another slot, or the BIOS's bifurcation"
         )
 
 
@@ -200,7 +199,7 @@ def _settings(of: ProbeReport) -> Iterator[Finding]:
             "note",
             "IOMMU",
             "it translates these GPUs' traffic, which costs bandwidth and is the usual cause of hangs with more GPUs",
-            "iommu=pt on the kernel's command line",
+            fix="iommu=pt on the kernel's command line",
         )
 
 

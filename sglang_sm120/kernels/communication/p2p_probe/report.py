@@ -19,22 +19,6 @@ SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing to know.
-
-    Attributes:
-        level: "ok", "note" (good to know), "warn" (slower than it could be) or "fail" (memory must not be shared
-            between these GPUs as they are).
-        fix: what to do, a line for each step, the likeliest first; may be empty.
-    """
-
-    level: str
-    what: str
-    found: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One GPU. link: its PCIe link while it copied, as far as the system says."""
 

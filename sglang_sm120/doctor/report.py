@@ -1,0 +1,105 @@
+"""Findings for people, for scripts, and for a bug report."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_sm120 import __version__
+from sglang_sm120.findings import LEVELS, Finding, failed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "sglang-sm120 doctor 1"
+_STYLES = {"fail": "bold red", "warn": "yellow", "note": "cyan", "ok": "green"}
+
+
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For `--json`: format, version, exit_status, counts by level, findings worst first."""
+    counts = Counter(finding.level for finding in findings)
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "exit_status": int(failed(findings)),
+        "counts": {level: counts[level] for level in LEVELS},
+        "findings": [
+            {
+                "check": each.check,
+                "level": each.level,
+                "what": each.what,
+                "found": each.found,
+                "needed": each.needed,
+                "fix": each.fix.splitlines(),
+            }
+            for each in findings
+        ],
+    }
+
+
+def to_json(findings: Sequence[Finding]) -> str:
+    return json.dumps(as_dict(findings), indent=1) + "\n"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """ "14 findings: 1 fail, 2 warn, 3 note, 8 ok"."""
+    counts = Counter(finding.level for finding in findings)
+    parts = [f"{counts[level]} {level}" for level in LEVELS if counts[level]]
+    return f"{len(findings)} findings: {', '.join(parts)}" if findings else "no findings"
+
+
+def _rows(finding: Finding, fix_hints: bool) -> list[str]:
+    """What stands under a finding: what is needed, and how to get there."""
+    if not fix_hints and finding.level not in ("fail", "warn"):
+        return []
+    rows = [f"needed: {finding.needed}"] if finding.needed else []
+    return rows + [f"fix: {step}" for step in finding.fix.splitlines()]
+
+
+def plain(findings: Sequence[Finding], *, fix_hints: bool) -> str:
+    """Lines of any length, for a pipe and where rich is missing."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:4}  {finding.what}: {finding.found}")
+        lines += [f"      {row}" for row in _rows(finding, fix_hints)]
+    return "\n".join([*lines, summary(findings)]) + "\n"
+
+
+def show(findings: Sequence[Finding], console: Console, *, fix_hints: bool) -> None:
+    """A table, worst first.
+
+    Args:
+        fix_hints: what is needed and how to get there under every finding; else under "fail" and "warn" only.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "about", "found", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[1].max_width = 24
+    table.columns[2].overflow = "fold"
+    for finding in findings:
+        style = _STYLES[finding.level]
+        text = Text(finding.found)
+        for row in _rows(finding, fix_hints):
+            text.append(f"\n{row}", style="dim" if row.startswith("needed") else "")
+        table.add_row(Text(finding.level, style=style), Text(finding.what, style=style), text)
+    console.print(table)
+    console.print(summary(findings), highlight=False)
+
+
+def bug_report(findings: Sequence[Finding], parts: dict[str, str]) -> str:
+    """Findings, then every text that they were made from. Still to be redacted.
+
+    Args:
+        findings: worst first.
+        parts: name -> text, as a recording has them.
+    """
+    head = f"sglang-sm120 {__version__} doctor, Python {platform.python_version()}, {platform.platform()}\n"
+    sections = [head, plain(findings, fix_hints=True)]
+    for name, text in sorted(parts.items()):
+        sections.append(f"----- {name} -----\n{text.rstrip()}\n")
+    return "\n".join(sections)
