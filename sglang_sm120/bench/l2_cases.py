@@ -137,14 +137,8 @@ class Stack:
 
         def fork(phase: str, number: int) -> None:
             nonlocal asked
-            if prefetcher is not None:
-                prefetcher.join()
-                if phase in phases:
-                    asked += prefetcher.fork(self.layers[number % len(self.layers)].ranges(phase), **(how or {}))
-
-        def join() -> None:
-            if prefetcher is not None:
-                prefetcher.join()
+            if prefetcher is not None and phase in phases:
+                asked += prefetcher.fork(self.layers[number % len(self.layers)].ranges(phase), **(how or {}))
 
         x, residual = batch.hidden, torch.zeros_like(batch.hidden)
         for number, layer in enumerate(self.layers):
@@ -158,7 +152,8 @@ class Stack:
             x = _ffn(layer, hidden, batch.ids[number])
             fork(NEXT, number + 1)
             wait()
-        join()
+        if prefetcher is not None:
+            prefetcher.join()  # once, as in a server
         return residual + x, asked
 
     def _attention(self, layer: Layer, hidden: Tensor, cache: Tensor, before_core: Callable[[], None]) -> Tensor:

@@ -90,12 +90,24 @@ def test_every_phase_fetches_what_comes_next(shape: StackShape) -> None:
         assert torch.equal(x, plain)
 
 
-def test_prefetches_for_an_all_reduce_are_open_while_it_waits() -> None:
+def test_a_prefetch_for_an_all_reduce_is_asked_for_before_it_waits_and_joined_at_the_end() -> None:
     stack, batch = Stack(SMALL, 3, CPU, 0), Batch(SMALL, 3, 2, 16, CPU, 0)
-    for candidate, want in (("ffn", [True, False]), ("next", [False, True]), ("attention", [False, False])):
-        prefetcher, is_open = FakePrefetcher(), []
-        stack.step(batch, lambda p=prefetcher, seen=is_open: seen.append(p.open), prefetcher, CANDIDATES[candidate])
-        assert is_open == want * 3
+    for candidate, want in (
+        ("ffn", [1, 1, 2, 2, 3, 3]),
+        ("next", [0, 1, 1, 2, 2, 3]),
+        ("attention", [1, 1, 2, 2, 3, 3]),
+        ("prefetch", [1, 2, 3, 4, 5, 6]),
+    ):
+        prefetcher, forks, joined = FakePrefetcher(), [], []
+
+        def wait(p: FakePrefetcher = prefetcher, forks: list[int] = forks, joined: list[bool] = joined) -> None:
+            forks.append(len(p.log))
+            joined.append(bool(p.log) and not p.open)
+
+        stack.step(batch, wait, prefetcher, CANDIDATES[candidate])
+        assert forks == want, candidate
+        assert not any(joined), "the main stream waits for the side stream once, behind the last layer"
+        assert not prefetcher.open
 
 
 def test_attention_is_attention() -> None:

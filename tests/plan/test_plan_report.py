@@ -2,7 +2,7 @@
 
 The golden files are read by a person when they change. Write them again with
 
-    SGLANG_PLAN_GOLDEN=write python -m pytest tests/plan/test_report.py
+    SGLANG_PLAN_GOLDEN=write python -m pytest tests/plan/test_plan_report.py
 
 and look at the difference before it is committed.
 """
