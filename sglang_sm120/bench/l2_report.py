@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sglang_sm120.bench import report
 from sglang_sm120.bench.l2_options import CACHES
-from sglang_sm120.errors import ConfigError
 
 FORMAT = "sglang-sm120 bench l2 1"
 
@@ -73,18 +71,8 @@ class ProjectionRow:
 
 
 def read(path: str) -> dict[str, Any]:
-    """What `--json` wrote.
-
-    Raises: ConfigError if it is not that.
-    """
-    try:
-        results = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", "a file that --json wrote", "name that file") from error
-    if not isinstance(results, dict) or results.get("format") != FORMAT:
-        found = results.get("format") if isinstance(results, dict) else type(results).__name__
-        raise ConfigError(f"{path} has format {found!r}", repr(FORMAT), "measure again, with --json")
-    return results
+    """What `--json` wrote. Raises: ConfigError if it is not that."""
+    return report.read(path, FORMAT)
 
 
 def step_rows(results: dict[str, Any]) -> Iterator[StepRow]:

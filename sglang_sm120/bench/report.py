@@ -47,8 +47,8 @@ class Row:
     note: str
 
 
-def read(path: str) -> dict[str, Any]:
-    """What `--json` wrote.
+def read(path: str, wanted: str = FORMAT) -> dict[str, Any]:
+    """What `--json` wrote. wanted: its format.
 
     Raises: ConfigError if it is not that.
     """
@@ -56,9 +56,9 @@ def read(path: str) -> dict[str, Any]:
         results = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", "a file that --json wrote", "name that file") from error
-    if not isinstance(results, dict) or results.get("format") != FORMAT:
+    if not isinstance(results, dict) or results.get("format") != wanted:
         found = results.get("format") if isinstance(results, dict) else type(results).__name__
-        raise ConfigError(f"{path} has format {found!r}", repr(FORMAT), "measure again, with --json")
+        raise ConfigError(f"{path} has format {found!r}", repr(wanted), "measure again, with --json")
     return results
 
 
