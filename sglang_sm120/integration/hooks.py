@@ -64,6 +64,12 @@ EXTENSIONS: tuple[Extension, ...] = (
         "asks the object, and prepares and destroys it; what was there before is kept and asked next.",
     ),
     Extension(
+        "l2_phases",
+        "torch.nn.Module.register_forward_pre_hook and register_forward_hook, on modules of the loaded model",
+        "sglang_sm120.integration.l2:Warmer",
+        "With --sm120-l2: where a phase of a layer begins, while a decode graph is captured. PyTorch's door, not SGLang's.",
+    ),
+    Extension(
         "engine_keywords",
         "sglang.srt.entrypoints.engine.Engine.server_args_class",
         "sglang_sm120.integration.server_options:server_args_from_keywords",
