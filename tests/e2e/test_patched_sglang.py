@@ -34,6 +34,9 @@ def test_our_runner_through_the_doors(checkpoints, tmp_path: Path) -> None:
             "sm120_moe_profile": "",
             "sm120_all_reduce": "auto",
             "sm120_all_reduce_profile": "",
+            "sm120_l2": "off",
+            "sm120_l2_prefetch_mb": "",
+            "sm120_l2_persist_mb": "",
             "sm120_verify": "auto",
             "sm120_emulate": True,
         }

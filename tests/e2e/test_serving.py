@@ -103,6 +103,9 @@ def test_options_reach_every_process_and_server_info(checkpoints, tmp_path) -> N
             "sm120_moe_profile": "",
             "sm120_all_reduce": "auto",
             "sm120_all_reduce_profile": "",
+            "sm120_l2": "off",
+            "sm120_l2_prefetch_mb": "",
+            "sm120_l2_persist_mb": "",
             "sm120_verify": "auto",
             "sm120_emulate": True,
         }
