@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_sm120 import __version__
 
@@ -136,27 +136,28 @@ def _demo(args: argparse.Namespace) -> int:
     return run(new_tokens=args.new_tokens, log=args.log)
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    from sglang_sm120.doctor.command import run
+def _exit_code(call: Callable[[], int], status: int = 1) -> int:
+    """The exit code of a command, or `status` where it ends in an error, which says what to do."""
     from sglang_sm120.errors import Sm120Error
 
     try:
-        return run(args)
+        return call()
     except Sm120Error as error:
         print(error, file=sys.stderr)
-        return 2
+        return status
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_sm120.doctor.command import run
+
+    return _exit_code(lambda: run(args), status=2)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from sglang_sm120.errors import Sm120Error
     from sglang_sm120.plan.options import plan_options
     from sglang_sm120.plan.run import list_all, run
 
-    try:
-        return list_all() if args.list else run(plan_options(args))
-    except Sm120Error as error:
-        print(error, file=sys.stderr)
-        return 2
+    return _exit_code(lambda: list_all() if args.list else run(plan_options(args)), status=2)
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -166,13 +167,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _bench_moe(args: argparse.Namespace) -> int:
     from sglang_sm120.bench.moe import run
     from sglang_sm120.bench.options import moe_options
-    from sglang_sm120.errors import Sm120Error
 
-    try:
-        return run(moe_options(args))
-    except Sm120Error as error:
-        print(error, file=sys.stderr)
-        return 1
+    return _exit_code(lambda: run(moe_options(args)))
 
 
 def _bench_p2p(args: argparse.Namespace) -> int:
@@ -190,23 +186,12 @@ def _bench_p2p(args: argparse.Namespace) -> int:
 def _bench_l2(args: argparse.Namespace) -> int:
     from sglang_sm120.bench.l2 import run
     from sglang_sm120.bench.l2_options import l2_options
-    from sglang_sm120.errors import Sm120Error
 
-    try:
-        return run(l2_options(args))
-    except Sm120Error as error:
-        print(error, file=sys.stderr)
-        return 1
+    return _exit_code(lambda: run(l2_options(args)))
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from sglang_sm120.errors import Sm120Error
-
-    try:
-        return _tune_comm(args) if args.comm else _tune_moe(args)
-    except Sm120Error as error:
-        print(error, file=sys.stderr)
-        return 1
+    return _exit_code(lambda: _tune_comm(args) if args.comm else _tune_moe(args))
 
 
 def _tune_moe(args: argparse.Namespace) -> int:
@@ -230,14 +215,9 @@ def _tune_comm(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from sglang_sm120.errors import Sm120Error
     from sglang_sm120.status import run
 
-    try:
-        return run(args.url, as_json=args.json, watch_s=args.watch, api_key=args.api_key)
-    except Sm120Error as error:
-        print(error, file=sys.stderr)
-        return 1
+    return _exit_code(lambda: run(args.url, as_json=args.json, watch_s=args.watch, api_key=args.api_key))
 
 
 def _flags(args: argparse.Namespace) -> int:

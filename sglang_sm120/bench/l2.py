@@ -5,18 +5,16 @@ How: docs/benchmarking.md. The all-reduces are waits of a given length that move
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from sglang_sm120.bench import l2_plot, l2_report, plot
+from sglang_sm120.bench import l2_plot, l2_report, plot, report
 from sglang_sm120.bench.l2_cases import CANDIDATES, Batch, Stack
 from sglang_sm120.bench.l2_device import CudaL2Device, L2Device
 from sglang_sm120.bench.l2_measure import measure_projection, measure_step, one_line, stream_buffer
@@ -45,7 +43,7 @@ def run(options: L2BenchOptions, console: Console | None = None) -> int:
         results = measure_all(options, console, machine, CudaL2Device(device, machine["l2_bytes"]))
     l2_report.show(console, results)
     if options.markdown is not None:
-        _write("--markdown", options.markdown, l2_report.markdown(results) + "\n")
+        report.write("--markdown", options.markdown, l2_report.markdown(results) + "\n")
         console.print(f"wrote {options.markdown}", markup=False)
     if options.plot is not None:
         try:
@@ -96,7 +94,7 @@ def measure_all(options: L2BenchOptions, console: Console, machine: dict[str, An
         "steps": [],
         "projections": [],
     }
-    _write_json(options, results)  # a path that cannot be written is noticed now
+    report.write_json(options.json, results)  # a path that cannot be written is noticed now
     console.print(l2_report.header(results), markup=False, highlight=False)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(options.models) * (len(options.tokens) * len(options.wait_us) + 1))
@@ -108,7 +106,7 @@ def measure_all(options: L2BenchOptions, console: Console, machine: dict[str, An
             progress.update(task, description=f"{shape.name}: projections")
             _measure_projections(stack, how, options, on, results)
             progress.advance(task)
-            _write_json(options, results)
+            report.write_json(options.json, results)
             del stack
             _release(on.device)
     return results
@@ -132,7 +130,7 @@ def _measure_steps(
         for wait_us in options.wait_us:
             progress.update(task, description=f"{stack.shape.name}: {tokens} tokens, wait {wait_us:g} us")
             results["steps"].append(measure_step(stack, batch, wait_us, how, options, on))
-            _write_json(options, results)
+            report.write_json(options.json, results)
             progress.advance(task)
         del batch
         _release(on.device)
@@ -183,15 +181,3 @@ def _check_memory(shape: StackShape, layers: int, options: L2BenchOptions, devic
 def _release(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _write_json(options: L2BenchOptions, results: dict[str, Any]) -> None:
-    if options.json is not None:
-        _write("--json", options.json, json.dumps(results, indent=1) + "\n")
-
-
-def _write(option: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error}", "a file that can be written", "name another") from error

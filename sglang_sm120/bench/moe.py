@@ -6,14 +6,12 @@ How: docs/benchmarking.md. A candidate is checked before it is timed, and one th
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +105,7 @@ def _measure_all(options: MoeBenchOptions, console: Console) -> dict[str, Any]:
         "copy_tb_s": [],
         "points": [],
     }
-    _write(options.json, results)  # a path that cannot be written is noticed now
+    report.write_json(options.json, results)  # a path that cannot be written is noticed now
     console.print(report.header(results), markup=False, highlight=False)
     total = len(options.models) * len(options.tokens) * len(options.routings)
     with Progress(console=console, transient=True) as progress:
@@ -121,19 +119,11 @@ def _measure_all(options: MoeBenchOptions, console: Console) -> dict[str, Any]:
                     progress.update(task, description=f"{shape.name}: {tokens} tokens, {routing}")
                     point = measure_point(layers, tokens, routing, options, GraphTimer())
                     results["points"].append(point)
-                    _write(options.json, results)
+                    report.write_json(options.json, results)
                     progress.advance(task)
             del layers
             torch.cuda.empty_cache()
     return results
-
-
-def _write(path: str | None, results: dict[str, Any]) -> None:
-    if path is not None:
-        try:
-            Path(path).write_text(json.dumps(results, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {path}: {error}", "a file that can be written", "name another") from error
 
 
 class Layers:

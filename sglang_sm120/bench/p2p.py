@@ -5,14 +5,12 @@ What is measured and what the findings mean: docs/kernels/p2p-probe.md.
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from rich.table import Table
 
 from sglang_sm120.bench import p2p_plot, plot
 from sglang_sm120.bench.p2p_options import P2pBenchOptions
+from sglang_sm120.bench.report import write_json
 from sglang_sm120.errors import ConfigError
 from sglang_sm120.findings import Finding, failed
 from sglang_sm120.kernels.communication.p2p_probe.api import Pair, ProbeReport, find, probe
@@ -59,11 +58,11 @@ def run(options: P2pBenchOptions, console: Console | None = None, probe_with: Pr
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    _write(options.json, results)  # a path that cannot be written is noticed now
+    write_json(options.json, results)  # a path that cannot be written is noticed now
     report = _probe(options, console, probe_with)
     findings = find(report)
     results |= {"report": report.to_dict(), "findings": [asdict(finding) for finding in findings]}
-    _write(options.json, results)
+    write_json(options.json, results)
     show(console, report, findings, f"driver {results['driver']}, torch {results['torch']}")
     if options.plot is not None:
         _draw(report, options.plot)
@@ -152,14 +151,6 @@ def _terminal() -> Console:
     """The terminal; into a pipe or a file, wide enough that no row of a table is folded."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPE_COLUMNS)
-
-
-def _write(path: str | None, results: dict[str, Any]) -> None:
-    if path is not None:
-        try:
-            Path(path).write_text(json.dumps(results, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {path}: {error}", "a file that can be written", "name another") from error
 
 
 def _draw(report: ProbeReport, path: str) -> None:

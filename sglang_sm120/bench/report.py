@@ -62,6 +62,20 @@ def read(path: str, wanted: str = FORMAT) -> dict[str, Any]:
     return results
 
 
+def write(option: str, path: str, text: str) -> None:
+    """A file that an option names. Raises: ConfigError if it cannot be written."""
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error}", "a file that can be written", "name another") from error
+
+
+def write_json(path: str | None, results: dict[str, Any]) -> None:
+    """What `read` reads, where `--json` was given. Raises: ConfigError if it cannot be written."""
+    if path is not None:
+        write("--json", path, json.dumps(results, indent=1) + "\n")
+
+
 def rows(results: dict[str, Any]) -> Iterator[Row]:
     """Every candidate of every point."""
     copy = copy_median(results)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.integration.settings import in_use
 from sglang_sm120.options import Sm120Options
 
 NAMED = ("one-shot", "two-shot")
@@ -88,10 +89,8 @@ def uncovered(options: Sm120Options, view: Any, environ: Mapping[str, str] | Non
         return obstacle
     if view.attn_dp_size > 1 or view.enable_dp_attention:
         return Obstacle("attention data parallelism", "attention over all tensor-parallel ranks")
-    for flag, needed in _FLAGS.items():
-        value = getattr(view, flag[2:].replace("-", "_"))
-        if value and value != "none":
-            return Obstacle(flag if value is True else f"{flag} {value}", needed, f"drop {flag}")
+    for flag, given in in_use(view, _FLAGS):
+        return Obstacle(given, _FLAGS[flag], f"drop {flag}")
     return _p2p_disabled(environ) if options.sm120_all_reduce == "auto" else None
 
 

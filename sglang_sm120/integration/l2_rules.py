@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.integration.settings import in_use
 from sglang_sm120.options import Sm120Options
 
 _DROP = "drop --sm120-l2"
@@ -37,10 +38,8 @@ def require(options: Sm120Options, view: Any, environ: Mapping[str, str] | None 
 
 
 def _obstacles(options: Sm120Options, view: Any, environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    for flag, needed in _FLAGS.items():
-        value = getattr(view, flag[2:].replace("-", "_"))
-        if value and value != "none" and not (isinstance(value, int | float) and value <= 0):
-            yield (flag if value is True else f"{flag} {value}"), needed, f"drop {flag}"
+    for flag, given in in_use(view, _FLAGS):
+        yield given, _FLAGS[flag], f"drop {flag}"
     if view.startup_weight_load_mode != "serial":
         mode = view.startup_weight_load_mode
         yield f"--startup-weight-load-mode {mode}", "weights that are there when graphs are captured", "drop it"

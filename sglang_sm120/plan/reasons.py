@@ -50,7 +50,7 @@ def token_facts(shape: ModelShape, candidate: Candidate, fit: Fit) -> TokenFacts
 
 def latency_reasons(
     shape: ModelShape, request: Request, pick: tuple[Candidate, Fit], larger_tp: Sequence[str]
-) -> list[str]:
+) -> Iterator[str]:
     """Why this split for one or two requests.
 
     Args:
@@ -59,31 +59,6 @@ def latency_reasons(
         pick: what was taken.
         larger_tp: labels of splits with a larger tensor-parallel group that were not to be had, with why.
     """
-    return list(_latency(shape, request, pick, larger_tp))
-
-
-def throughput_reasons(
-    shape: ModelShape,
-    request: Request,
-    pick: tuple[Candidate, Fit],
-    others: Sequence[tuple[Candidate, Fit]],
-    piped: bool,
-) -> list[str]:
-    """Why this split for many requests.
-
-    Args:
-        shape: the model.
-        request: what is served.
-        pick: what was taken.
-        others: what else could have been, the most KV tokens first.
-        piped: whether pipelines were left aside.
-    """
-    return list(_throughput(shape, request, pick, others, piped))
-
-
-def _latency(
-    shape: ModelShape, request: Request, pick: tuple[Candidate, Fit], larger_tp: Sequence[str]
-) -> Iterator[str]:
     candidate, fit = pick
     split = candidate.split
     facts = token_facts(shape, candidate, fit)
@@ -103,13 +78,22 @@ def _latency(
         )
 
 
-def _throughput(
+def throughput_reasons(
     shape: ModelShape,
     request: Request,
     pick: tuple[Candidate, Fit],
     others: Sequence[tuple[Candidate, Fit]],
     piped: bool,
 ) -> Iterator[str]:
+    """Why this split for many requests.
+
+    Args:
+        shape: the model.
+        request: what is served.
+        pick: what was taken.
+        others: what else could have been, the most KV tokens first.
+        piped: whether pipelines were left aside.
+    """
     candidate, fit = pick
     groups = f" in {candidate.groups} caches" if candidate.groups > 1 else ""
     if fit.fits:
