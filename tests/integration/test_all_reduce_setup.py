@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_sm120.bench.ranks import run_ranks
 from sglang_sm120.errors import ConfigError, ContractError, UnsupportedError
 from sglang_sm120.integration import all_reduce_setup as setup
 from sglang_sm120.integration.all_reduce_plane import GpuPlane, HostPlane
@@ -24,6 +21,7 @@ from sglang_sm120.kernels.communication.all_reduce_rmsnorm import config, refere
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.api import Communicator, Range
 from sglang_sm120.kernels.communication.window import host_windows
 from sglang_sm120.tune import comm_profile
+from tests.integration import all_reduce_work
 
 HIDDEN = 256
 RANGES = (Range(8 << 10, config.LAMPORT), Range(32 << 10, config.TWO_SHOT_PUSH))
@@ -450,55 +448,9 @@ def test_an_address_that_the_kernels_cannot_take_is_copied(on_gpu: OnGpu) -> Non
         assert torch.allclose(out.float(), wanted.float(), rtol=2**-7)
 
 
-_PROCESS = """
-import json, os, sys
-import torch
-import torch.distributed as dist
-from types import SimpleNamespace
-from sglang_sm120.integration import all_reduce_setup as setup
-
-rank, world_size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-group = SimpleNamespace(
-    world_size=world_size, rank_in_group=rank, ranks=list(range(world_size)), cpu_group=dist.group.WORLD,
-    device_group=dist.group.WORLD)
-plane = setup.connect(group, "auto", hidden_size=64, dtype=torch.float32, device=torch.device("cpu"))
-assert setup.exchange_of(group)(bytes([rank])) == [bytes([r]) for r in range(world_size)]
-found = {}
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    generator = torch.Generator().manual_seed(7)
-    x = [torch.randn(5, 64, generator=generator).to(dtype) for _ in range(world_size)]
-    residual, gamma = (torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 64), (64,)))
-    total, mine = plane.all_reduce(x[rank]), x[rank].clone()
-    out, kept = plane.all_reduce_rmsnorm(x[rank], residual, gamma, 1e-5, gamma_offset=1.0)
-    exact = sum(part.double() for part in x)
-    assert torch.allclose(total.double(), exact, rtol=1e-2, atol=1e-2)
-    hidden = total.float() + residual.float()
-    normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * (gamma.float() + 1)
-    assert torch.equal(kept, hidden.to(dtype))
-    assert torch.allclose(out.float(), normed, rtol=1e-2, atol=1e-2)
-    assert torch.equal(mine, x[rank]), "its input is left as it was"
-    bits = torch.cat([total, out, kept]).view(torch.uint8)
-    found[str(dtype)] = bits.flatten().tolist()
-plane.check(); plane.close()
-print(json.dumps(found))
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_on_the_cpu_all_ranks_get_the_same_bits(world_size: int, tmp_path) -> None:
-    address = f"file://{tmp_path}/rendezvous"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _PROCESS, str(rank), str(world_size), address],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    results = [rank.communicate(timeout=240) for rank in ranks]
-    for process, (_, errors) in zip(ranks, results, strict=True):
-        assert process.returncode == 0, errors[-2000:]
-    first, *others = (json.loads(output) for output, _ in results)
+def test_on_the_cpu_all_ranks_get_the_same_bits(world_size: int) -> None:
+    devices = [0] * world_size if torch.cuda.is_available() else None
+    first, *others = run_ranks(world_size, all_reduce_work.sums_on_the_cpu, time_limit_s=240.0, devices=devices)
     assert len(first) == 3
     assert all(other == first for other in others)
