@@ -17,8 +17,9 @@ from rich.progress import Progress, TaskID
 from sglang_sm120.bench import l2_plot, l2_report, plot, report
 from sglang_sm120.bench.l2_cases import CANDIDATES, Batch, Stack
 from sglang_sm120.bench.l2_device import CudaL2Device, L2Device
-from sglang_sm120.bench.l2_measure import measure_projection, measure_step, one_line, stream_buffer
+from sglang_sm120.bench.l2_measure import measure_step, one_line
 from sglang_sm120.bench.l2_options import BUDGET_SHARE, CACHES, MIN_LAYERS, L2BenchOptions, StackShape
+from sglang_sm120.bench.l2_projections import measure_projection, stream_buffer
 from sglang_sm120.bench.moe import terminal
 from sglang_sm120.bench.timing import machine_facts, require_gpu
 from sglang_sm120.errors import ConfigError

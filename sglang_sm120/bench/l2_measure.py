@@ -1,32 +1,20 @@
-"""The two measurements of `bench l2`: the step of a stack of layers, and each dense projection alone."""
+"""The first measurement of `bench l2`: the step of a stack of layers."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_sm120.bench.l2_cases import CANDIDATES, Batch, Stack
-from sglang_sm120.bench.l2_device import Kernel, L2Device
-from sglang_sm120.bench.l2_options import CACHES, L2BenchOptions
+from sglang_sm120.bench.l2_cases import CANDIDATES, Batch, Linear, Stack
+from sglang_sm120.bench.l2_device import L2Device
+from sglang_sm120.bench.l2_options import L2BenchOptions
 from sglang_sm120.bench.timing import Replay, interleaved_us
 from sglang_sm120.errors import Sm120Error, UnsupportedError
-from sglang_sm120.kernels.memory.l2_window.api import hit_ratio
-
-PAST_BYTES = 40 << 20
-"""What is streamed past a prefetched projection before it is used: of the size of a token's routed experts."""
-
-_PROFILED, _WARM_UP = 20, 3
-_BEGIN_US = 1.0
-_LEAST_WAIT_US, _LEAST_GB_S = 30.0, 1000.0  # of a wait for a prefetch: no GPU that this is for reads more slowly
-_NOT_THE_PROJECTION = ("at::native", "spin_kernel", "l2_prefetch", "Memset", "Memcpy")
-_WAIT_KERNEL = "spin_kernel"
 
 
 @torch.no_grad()
@@ -35,57 +23,54 @@ def measure_step(
 ) -> dict[str, Any]:
     """One stack, number of tokens and wait: each candidate in several captures, all in turn, as the report reads them.
 
-    Each capture's output is filled with NaN, replayed, and held against that of the first graph without prefetches,
-    before it is timed and again behind it. One that differs is named and has no time.
+    Each capture's output is filled with NaN, replayed, and held against that of the first graph without anything,
+    before it is timed and again behind it. One that differs is named and has no time. L2 is set aside while a
+    candidate that wants it is captured, checked or timed, and at no other time.
     """
     rows: list[dict[str, Any]] = [{"candidate": name, "captures": []} for name in CANDIDATES]
     outputs: dict[str, Tensor] = {}
     replays: dict[str, Replay] = {}
     expected: Tensor | None = None
 
-    def capture(name: str, output: Tensor) -> tuple[Replay, int]:
-        asked = 0
-
-        def calls() -> None:
-            nonlocal asked
-            prefetcher = on.prefetcher if CANDIDATES[name] else None
-            x, asked = stack.step(batch, lambda: on.wait(wait_us), prefetcher, CANDIDATES[name], how)
-            output.copy_(x)
-
-        if not outputs:
-            calls()  # kernels are loaded before the first capture; all candidates launch the same ones
-        return on.timer.capture(calls), asked
-
     for number in range(options.captures):
         for row in rows:
+            if "failure" in rows[0]:
+                break  # nothing to compare with
             key = f"{row['candidate']} {number}"
-            if "failure" in row:
+            if not _is_whole(row):
+                continue
+            if CANDIDATES[row["candidate"]].set_aside and on.windows_reason is not None:
+                row["not_covered"] = on.windows_reason
                 continue
             try:
                 output = torch.empty_like(batch.hidden)
-                replay, asked = capture(row["candidate"], output)
-                row["prefetched_bytes"] = asked / len(stack.layers)
-                output.fill_(float("nan"))
-                replay()
+                with _set_aside(key, on) as set_aside_bytes:
+                    replay, found = _capture(
+                        stack, batch, wait_us, how, row["candidate"], output, set_aside_bytes, on, warm=bool(outputs)
+                    )
+                    row |= found
+                    output.fill_(float("nan"))
+                    replay()
                 if expected is None:
                     expected = output.clone()
                     if not torch.isfinite(expected).all():
                         row["failure"] = "WRONG, not timed: the output is not finite"
-                        break
+                        continue
                 if not torch.equal(output, expected):
                     row["failure"] = f"WRONG, not timed: capture {number} differs from off"
                     continue
                 outputs[key], replays[key] = output, replay
             except Exception as error:  # one candidate that breaks does not cost the others their times
-                row["failure"] = f"failed: {one_line(error)}"
+                if isinstance(error, UnsupportedError) and CANDIDATES[row["candidate"]].set_aside:
+                    row["not_covered"] = error.found
+                else:
+                    row["failure"] = f"failed: {one_line(error)}"
                 on.settle()
-        if "failure" in rows[0]:
-            break  # nothing to compare with
 
     if "failure" in rows[0]:
         replays = {}
-    replays = {key: replay for key, replay in replays.items() if "failure" not in rows[_index(key)]}
-    for key, samples_us in interleaved_us(on.timer, replays, options.repeat).items():
+    replays = {key: replay for key, replay in replays.items() if _is_whole(rows[_index(key)])}
+    for key, samples_us in interleaved_us(on.timer, replays, options.repeat, lambda key: _set_aside(key, on)).items():
         row = rows[_index(key)]
         if expected is None or not torch.equal(outputs[key], expected):
             row["failure"] = "WRONG: the timed replays left something else than off"
@@ -102,174 +87,78 @@ def measure_step(
     }
 
 
-def _index(key: str) -> int:
-    return list(CANDIDATES).index(key.split(" ", maxsplit=1)[0])
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to find a projection's weight. window: None, "one" or "share", its hit ratio."""
-
-    label: str
-    prefetched: bool = False
-    past: bool = False
-    set_aside: bool = False
-    window: str | None = None
-    hot: bool = False
-
-
-CASES = (
-    Case("cold"),
-    Case("prefetched", prefetched=True),
-    Case("prefetched, 40 MB past", prefetched=True, past=True),
-    Case("set-aside: prefetched, 40 MB past", prefetched=True, past=True, set_aside=True),
-    Case("set-aside: window, hit ratio 1", set_aside=True, window="one"),
-    Case("set-aside: window, hit ratio set-aside / size", set_aside=True, window="share"),
-    Case("hot", hot=True),
-)
-
-
-@torch.no_grad()
-def measure_projection(
-    name: str, weight: Tensor, hidden: Tensor, how: dict[str, object], streamed: Tensor, on: L2Device
-) -> dict[str, Any]:
-    """A dense projection alone, in each of CASES.
-
-    Args:
-        name: of the projection.
-        weight: bfloat16 [out, in].
-        hidden: bfloat16 [T, in].
-        how: of `prefetch`; without a bound: the whole weight is fetched.
-        streamed: int32, CACHES times L2 or more; read before every use.
-        on: the GPU.
-
-    Returns:
-        What the report reads: for each case the times of the projection's kernels, and of the stream before it.
-    """
-    wait_us = _LEAST_WAIT_US + weight.nbytes / _LEAST_GB_S / 1e3
-    rows: list[dict[str, Any]] = []
-    expected: Tensor | None = None  # of the cold one
-    for case in CASES:
-        row: dict[str, Any] = {"case": case.label}
-        rows.append(row)
-        if case.set_aside and on.windows_reason is not None:
-            row["not_covered"] = on.windows_reason
-            continue
-        last: list[Tensor] = []
-        try:
-            on.reset_persisting()  # what earlier prefetches kept is in no case's way
-            with ExitStack() as restored:
-                if case.set_aside:
-                    row["set_aside_bytes"] = restored.enter_context(on.set_aside(on.max_set_aside_bytes))
-                    restored.callback(on.reset_persisting)
-                if case.window is not None:
-                    share = hit_ratio(weight.nbytes, row["set_aside_bytes"])
-                    row["hit_ratio"] = 1.0 if case.window == "one" else share
-                calls = _calls(case, weight, hidden, how, streamed, wait_us, row.get("hit_ratio"), last, on)
-                if expected is None:
-                    calls()  # kernels are loaded before the first capture
-                replay = on.timer.capture(calls)
-                for _ in range(_WARM_UP):
-                    replay()
-                last[0].fill_(float("nan"))
-                kernels = on.profile(replay, _PROFILED)
-            if expected is None:
-                expected = last[0].clone()
-            if not torch.equal(last[0], expected):
-                row["failure"] = "WRONG, not timed: differs from the cold one, or is not a number"
-            else:
-                row |= split(kernels, _PROFILED, streams=not case.hot)
-        except UnsupportedError as reason:
-            row["not_covered"] = reason.found
-            on.settle()
-        except Exception as error:  # one case that breaks does not cost the others their times
-            row["failure"] = f"failed: {one_line(error)}"
-            on.settle()
-    return {
-        "name": name,
-        "shape": list(weight.shape),
-        "bytes": weight.nbytes,
-        "tokens": len(hidden),
-        "wait_us": wait_us,
-        "rows": rows,
-    }
-
-
-def _calls(
-    case: Case,
-    weight: Tensor,
-    hidden: Tensor,
-    how: dict[str, object],
-    streamed: Tensor,
+def _capture(
+    stack: Stack,
+    batch: Batch,
     wait_us: float,
-    window_ratio: float | None,
-    last: list[Tensor],
+    how: dict[str, object],
+    name: str,
+    output: Tensor,
+    set_aside_bytes: int,
     on: L2Device,
-) -> Callable[[], None]:
-    """Two waits, by which `split` knows where it is: one at the start, one before the projection."""
+    *,
+    warm: bool,
+) -> tuple[Replay, dict[str, Any]]:
+    """One candidate's graph, which leaves its hidden states in `output`, and what the row says of it."""
+    candidate, asked = CANDIDATES[name], 0
+    windows = stack.windows(candidate.window, set_aside_bytes)
+    linear = _under_windows(windows, on)
+    prefetcher = on.prefetcher if candidate.phases else None
 
     def calls() -> None:
-        on.wait(_BEGIN_US)
-        if case.hot:
-            F.linear(hidden, weight)
-        else:
-            streamed.sum()
-        if case.prefetched:
-            on.prefetcher.fork([(weight.data_ptr(), weight.nbytes)], **how)
-        on.wait(wait_us)
-        if case.past:
-            streamed[: PAST_BYTES // streamed.element_size()].sum()
-        with ExitStack() as restored:
-            if window_ratio is not None:
-                restored.enter_context(on.window(weight, window_ratio))
-            last[:] = [F.linear(hidden, weight)]
-        on.prefetcher.join()
+        nonlocal asked
+        x, asked = stack.step(
+            batch, lambda: on.wait(wait_us), prefetcher, candidate.phases, how, linear, windows.keys()
+        )
+        output.copy_(x)
 
-    return calls
-
-
-def split(kernels: list[Kernel], replays: int, *, streams: bool) -> dict[str, Any]:
-    """Microseconds of the projection's kernels in each replay, and of the stream before it.
-
-    Args:
-        kernels: of all replays, in the order of their starts.
-        replays: how many.
-        streams: whether something is streamed before the projection.
-
-    Returns:
-        "samples_us", "stream_us" (empty without streams), "waited_us": the median of the wait before the projection,
-        "kernels": the names of the projection's; or "failure".
-    """
-    parts: list[list[Kernel]] = []  # of what follows each wait
-    waits_us: list[float] = []
-    for kernel in kernels:
-        if _WAIT_KERNEL in kernel.name:
-            parts.append([])
-            waits_us.append(kernel.duration_us)
-        elif parts:
-            parts[-1].append(kernel)
-    if len(parts) != 2 * replays:
-        return {"failure": f"failed: {len(parts)} waits in a profile that has {2 * replays}"}
-    used = [[kernel for kernel in part if _is_projection(kernel)] for part in parts[1::2]]
-    if not all(used):
-        names = sorted({kernel.name[:80] for part in parts for kernel in part})
-        return {"failure": f"failed: no kernel of the projection in the profile, but {names}"}
-    before = [[kernel for kernel in part if "at::native" in kernel.name] for part in parts[::2]]
-    return {
-        "samples_us": [sum(kernel.duration_us for kernel in part) for part in used],
-        "stream_us": [sum(kernel.duration_us for kernel in part) for part in before] if streams else [],
-        "waited_us": statistics.median(waits_us[1::2]),
-        "kernels": sorted({kernel.name[:120] for part in used for kernel in part}),
-    }
+    if not warm:
+        calls()  # kernels are loaded before the first capture; all candidates launch the same ones
+    found: dict[str, Any] = {}
+    replay = on.timer.capture(calls)
+    found["prefetched_bytes"] = asked / len(stack.layers)
+    if candidate.set_aside:
+        found["set_aside_bytes"] = set_aside_bytes
+    if windows:
+        found["windows"] = len(windows)
+        found["hit_ratio"] = next(iter(windows.values()))
+    return replay, found
 
 
-def _is_projection(kernel: Kernel) -> bool:
-    return not any(name in kernel.name for name in _NOT_THE_PROJECTION)
+def _under_windows(windows: Mapping[int, float], on: L2Device) -> Linear:
+    """F.linear, under a window where the weight has one."""
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        ratio = windows.get(weight.data_ptr())
+        if ratio is None:
+            return F.linear(x, weight)
+        with on.window(weight, ratio):
+            return F.linear(x, weight)
+
+    return linear
 
 
-def stream_buffer(l2_bytes: int, device: torch.device) -> Tensor:
-    """int32 of CACHES times L2, and no less than what is streamed past."""
-    return torch.zeros(max(CACHES * l2_bytes, 2 * PAST_BYTES) // 4, dtype=torch.int32, device=device)
+@contextmanager
+def _set_aside(key: str, on: L2Device) -> Iterator[int]:
+    """As much of L2 as can be, if this candidate wants it; what was granted."""
+    if not CANDIDATES[_name(key)].set_aside:
+        yield 0
+        return
+    with on.set_aside(on.max_set_aside_bytes) as granted:
+        yield granted
+        on.reset_persisting()  # waits: a set-aside ends at once
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    return "failure" not in row and "not_covered" not in row
+
+
+def _name(key: str) -> str:
+    return key.split(" ", maxsplit=1)[0]
+
+
+def _index(key: str) -> int:
+    return list(CANDIDATES).index(_name(key))
 
 
 def one_line(error: BaseException) -> str:

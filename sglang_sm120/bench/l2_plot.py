@@ -9,7 +9,7 @@ from sglang_sm120.bench.l2_report import LABELS, ProjectionRow, StepRow, project
 from sglang_sm120.bench.plot import COLOURS, MARKERS, require_matplotlib
 
 _BAR = 0.8  # of the distance between two projections
-_DODGE = 0.09  # of the distance between two token counts: error bars beside each other
+_DODGE = 0.07  # of the distance between two token counts: error bars beside each other
 
 _OFF = {"color": "black", "marker": "x", "linestyle": ":"}
 
@@ -61,7 +61,12 @@ def _steps(axes: Any, rows: list[StepRow]) -> None:
     for number, (candidate, label) in enumerate(LABELS.items()):
         line = sorted((row for row in rows if row.candidate == candidate), key=lambda row: row.tokens)
         points = [
-            (tokens.index(row.tokens) + _DODGE * (number - 2), row.ratio, row.worst_ratio, row.best_ratio)
+            (
+                tokens.index(row.tokens) + _DODGE * (number - len(LABELS) // 2),
+                row.ratio,
+                row.worst_ratio,
+                row.best_ratio,
+            )
             for row in line
             if row.ratio is not None and row.worst_ratio is not None and row.best_ratio is not None
         ]
@@ -72,13 +77,17 @@ def _steps(axes: Any, rows: list[StepRow]) -> None:
         above = [high - ratio for ratio, high in zip(ratios, best, strict=True)]
         axes.errorbar(
             places, ratios, yerr=[below, above], label=label, capsize=2.5, linewidth=1.2, markersize=4.5,
-            **(_OFF if candidate == "off" else {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": "-"}),
+            **(_OFF if candidate == "off" else _style(number - 1)),
         )  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(tokens)), [str(number) for number in tokens])
     axes.set_xlabel("tokens")
     axes.set_ylabel("off / candidate (above 1: faster)", fontsize=9)
     axes.grid(True, alpha=0.25)
+
+
+def _style(number: int) -> dict[str, str]:
+    return {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": "-"}
 
 
 def _limits(rows: list[StepRow]) -> tuple[float, float]:

@@ -22,14 +22,18 @@ LABELS = {
     "ffn": "router, shared expert under all-reduce 1",
     "next": "next attention under all-reduce 2",
     "prefetch": "both all-reduces (prefetch)",
+    "set-aside": "L2 set aside, no more",
+    "persist": "windows over what fits (persist)",
+    "window": "windows over everything",
+    "both": "prefetch and persist (both)",
 }
 STAND_IN = (
     "Each all-reduce is stood for by a wait of one thread, which moves no data. A real one reads and writes memory "
     "beside the prefetch, so that a server can gain less."
 )
-_STEP_COLUMNS = ("model", "tokens", "wait us", "prefetch", "MB a layer", "us a layer", "captures", "ratio", "worst")
+_STEP_COLUMNS = ("model", "tokens", "wait us", "candidate", "MB fetched", "us a layer", "captures", "ratio", "worst")
 _PROJECTION_COLUMNS = ("model", "projection", "MB", "tokens", "case", "us", "min..max", "of cold", "stream us")
-_LEFT = ("model", "prefetch", "projection", "case")
+_LEFT = ("model", "candidate", "projection", "case")
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,12 @@ def step_rows(results: dict[str, Any]) -> Iterator[StepRow]:
                 ratio=off_us / median_us if off_us is not None and median_us is not None else None,
                 worst_ratio=off_us / max(times_us) if off_us is not None and compared else None,
                 best_ratio=off_us / min(times_us) if off_us is not None and compared else None,
-                note=row.get("failure", ""),
+                note=_note(row),
             )
+
+
+def _note(row: dict[str, Any]) -> str:
+    return row.get("failure", f"not covered: {row['not_covered']}" if "not_covered" in row else "")
 
 
 def projection_rows(results: dict[str, Any]) -> Iterator[ProjectionRow]:
@@ -117,7 +125,7 @@ def projection_rows(results: dict[str, Any]) -> Iterator[ProjectionRow]:
                 max_us=max(samples_us, default=None),
                 of_cold=median_us / cold_us if median_us is not None and cold_us else None,
                 stream_us=statistics.median(row["stream_us"]) if row.get("stream_us") else None,
-                note=row.get("failure", f"not covered: {row['not_covered']}" if "not_covered" in row else ""),
+                note=_note(row),
             )
 
 
@@ -166,6 +174,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Steps: us of one layer, the median over captures of each one's median, with the fastest and slowest capture; "
         "ratio: off over it, above 1 is faster; worst: off over the slowest capture. Left out of a layer: q and k "
         "norms, rotary embedding, the write to the KV cache, GLM-5's sparse index. Attention is plain torch.",
+        "The last four: as much of L2 set aside as the GPU allows; windows over the first projections that fit into "
+        "it, with hit ratio 1, or over all of the stack, with hit ratio set-aside / their size.",
         f"Projections: the kernels' own time, behind a stream of {CACHES} times L2, whose time in the same graph is "
         "stream us: what a set-aside costs everything else shows there.",
     ]

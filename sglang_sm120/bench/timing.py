@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -52,18 +53,32 @@ class GraphTimer:
         return start.elapsed_time(end) * 1e3
 
 
-def interleaved_us(timer: Timer, replays: Mapping[str, Replay], samples: int) -> dict[str, list[float]]:
-    """Microseconds a replay, `samples` of each; in turn, from another one in each round, the first round dropped."""
+def _nothing(_name: str) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def interleaved_us(
+    timer: Timer,
+    replays: Mapping[str, Replay],
+    samples: int,
+    around: Callable[[str], AbstractContextManager[object]] = _nothing,
+) -> dict[str, list[float]]:
+    """Microseconds a replay, `samples` of each; in turn, from another one in each round, the first round dropped.
+
+    around: of a name, what holds while a sample of it is taken: a setting of the device.
+    """
     counts = {}
     for name, replay in replays.items():
-        once_us = max(timer.elapsed_us(replay, 1), 1.0)
+        with around(name):
+            once_us = max(timer.elapsed_us(replay, 1), 1.0)
         counts[name] = max(1, min(_MAX_REPLAYS, round(_SAMPLE_US / once_us)))
     times: dict[str, list[float]] = {name: [] for name in replays}
     names = list(replays)
     for number in range(samples + 1):
         shift = number % max(1, len(names))
         for name in names[shift:] + names[:shift]:
-            elapsed_us = timer.elapsed_us(replays[name], counts[name])
+            with around(name):
+                elapsed_us = timer.elapsed_us(replays[name], counts[name])
             if number:
                 times[name].append(elapsed_us / counts[name])
     return times

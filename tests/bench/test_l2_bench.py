@@ -14,7 +14,7 @@ from l2_fakes import CPU, SMALL, SMALL_GQA, FakeDevice, FakePrefetcher
 from rich.console import Console
 from torch import Tensor
 
-from sglang_sm120.bench import l2, l2_cases, l2_measure
+from sglang_sm120.bench import l2, l2_cases, l2_projections
 from sglang_sm120.bench.l2_cases import CANDIDATES, Batch, Stack
 from sglang_sm120.bench.l2_options import STACKS, L2BenchOptions, StackShape
 from sglang_sm120.cli import main
@@ -30,7 +30,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on 
 
 @pytest.fixture(autouse=True)
 def _little_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2_measure, "PAST_BYTES", 1 << 12)
+    monkeypatch.setattr(l2_projections, "PAST_BYTES", 1 << 12)
 
 
 # ---- shapes ----
@@ -80,7 +80,7 @@ def test_every_phase_fetches_what_comes_next(shape: StackShape) -> None:
     for candidate, wanted in want.items():
         prefetcher, events = FakePrefetcher(), []
         x, asked = stack.step(
-            batch, lambda to=events: to.append("wait"), prefetcher, CANDIDATES[candidate], {"max_bytes": 10}
+            batch, lambda to=events: to.append("wait"), prefetcher, CANDIDATES[candidate].phases, {"max_bytes": 10}
         )
         assert prefetcher.log == wanted
         assert prefetcher.how == {"max_bytes": 10}
@@ -104,10 +104,57 @@ def test_a_prefetch_for_an_all_reduce_is_asked_for_before_it_waits_and_joined_at
             forks.append(len(p.log))
             joined.append(bool(p.log) and not p.open)
 
-        stack.step(batch, wait, prefetcher, CANDIDATES[candidate])
+        stack.step(batch, wait, prefetcher, CANDIDATES[candidate].phases)
         assert forks == want, candidate
         assert not any(joined), "the main stream waits for the side stream once, behind the last layer"
         assert not prefetcher.open
+
+
+def test_windows_cover_what_the_plan_keeps_or_everything() -> None:
+    """The bytes are by hand: rows times columns times 2."""
+    stack = Stack(SMALL, 2, CPU, 0)
+    sizes = {"fused_qkv_a_proj": 53248, "q_b_proj": 6144, "o_proj": 24576, "router": 4096, "shared_gate_up": 65536,
+             "shared_down": 32768}  # fmt: skip
+    dense = [layer.dense for layer in stack.layers]
+    assert {name: dense[0][name].nbytes for name in sizes} == sizes
+
+    def at(layer: int, *names: str) -> set[int]:
+        return {dense[layer][name].data_ptr() for name in names}
+
+    kept = stack.windows("kept", 53248 + 6144 + 4096 + 4095)
+    assert kept == dict.fromkeys(at(0, "fused_qkv_a_proj", "q_b_proj", "router"), 1.0), (
+        "o does not fit; no absorbed ones"
+    )
+    assert stack.windows("kept", sum(sizes.values()) + 6144).keys() == at(0, *sizes) | at(1, "q_b_proj")
+    assert stack.windows("all", sum(sizes.values())) == dict.fromkeys(at(0, *sizes) | at(1, *sizes), 0.5)
+    assert stack.windows(None, 1 << 20) == {}
+
+
+def test_what_windows_keep_is_not_fetched() -> None:
+    stack, batch = Stack(SMALL, 2, CPU, 0), Batch(SMALL, 2, 2, 16, CPU, 0)
+    whole, part = FakePrefetcher(), FakePrefetcher()
+    phases = CANDIDATES["both"].phases
+    stack.step(batch, lambda: None, whole, phases)
+    kept = [stack.layers[0].dense["router"].data_ptr(), *(address for address, _ in stack.layers[1].ranges("ffn"))]
+    _, asked = stack.step(batch, lambda: None, part, phases, without=kept)
+    left = [[one for one in some if one[0] not in kept] for some in whole.log]
+    assert part.log == [some for some in left if some], "no fork without anything to fetch"
+    assert len(part.log) == 3
+    assert asked == sum(num_bytes for some in part.log for _, num_bytes in some)
+
+
+def test_every_projection_and_no_other_weight_is_multiplied_by_the_given_linear() -> None:
+    for shape in (SMALL, SMALL_GQA):
+        stack, batch, seen = Stack(shape, 2, CPU, 0), Batch(shape, 2, 2, 16, CPU, 0), []
+
+        def linear(x: Tensor, weight: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(weight.data_ptr())
+            return torch.nn.functional.linear(x, weight)
+
+        got, _ = stack.step(batch, lambda: None, linear=linear)
+        every = [p.weight.data_ptr() for layer in stack.layers for p in layer.projections().all()]
+        assert sorted(seen) == sorted(every)
+        assert torch.equal(got, stack.step(batch, lambda: None)[0])
 
 
 def test_attention_is_attention() -> None:

@@ -12,7 +12,7 @@ import torch
 from l2_fakes import CPU, SMALL, SPIN, SUM, FakeDevice
 from torch import Tensor
 
-from sglang_sm120.bench import l2_device, l2_measure
+from sglang_sm120.bench import l2_device, l2_measure, l2_projections
 from sglang_sm120.bench.l2_cases import CANDIDATES, Batch, Stack
 from sglang_sm120.bench.l2_device import Kernel
 from sglang_sm120.bench.l2_options import L2BenchOptions, StackShape
@@ -23,7 +23,7 @@ from sglang_sm120.kernels.memory.l2_window import api as l2_window
 
 @pytest.fixture(autouse=True)
 def _little_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2_measure, "PAST_BYTES", 1 << 12)
+    monkeypatch.setattr(l2_projections, "PAST_BYTES", 1 << 12)
 
 
 def small_step(shape: StackShape = SMALL, on: FakeDevice | None = None, **options: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_no_time_for_what_differs_from_off(monkeypatch: pytest.MonkeyPatch) -> N
     rows = {row["candidate"]: row for row in small_step()["rows"]}
     assert rows["next"]["failure"] == "WRONG, not timed: capture 0 differs from off"
     assert not rows["next"]["captures"]
-    assert all(len(rows[name]["captures"]) == 2 for name in ("off", "attention", "ffn", "prefetch"))
+    assert all(len(rows[name]["captures"]) == 2 for name in CANDIDATES if name != "next")
 
 
 def test_a_graph_that_writes_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_what_breaks_is_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> N
     on, right = FakeDevice(), Stack.step
 
     def step(self: Stack, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-        if args[3] == CANDIDATES[broken]:
+        if args[3] == CANDIDATES[broken].phases:
             raise RuntimeError("capture\nfailed")
         return right(self, *args, **kwargs)
 
@@ -89,14 +89,93 @@ def test_what_breaks_is_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert rows[broken]["failure"] == "failed: RuntimeError: capture failed"
     assert on.settled == 1
     timed = [name for name, row in rows.items() if row["captures"]]
-    assert timed == ([] if broken == "off" else ["off", "attention", "next", "prefetch"])
+    assert timed == ([] if broken == "off" else [name for name in CANDIDATES if name != "ffn"])
+
+
+# ---- the step with L2 set aside ----
+def test_l2_is_set_aside_for_those_that_want_it_and_for_no_other() -> None:
+    """While they are captured, checked and timed; the device is waited for, and nothing persists, before it ends."""
+    on = FakeDevice()
+    inside: list[bool] = []
+    elapsed_us = on.timer.elapsed_us
+
+    def looked(replay: Callable[[], None], count: int) -> float:
+        inside.append(on.log.count(("set aside", 1 << 15)) > on.log.count("restored"))
+        return elapsed_us(replay, count)
+
+    on.timer.elapsed_us = looked  # type: ignore[method-assign]
+    rows = {row["candidate"]: row for row in small_step(on=on, captures=1)["rows"]}
+    wanting = [name for name, candidate in CANDIDATES.items() if candidate.set_aside]
+    assert wanting == ["set-aside", "persist", "window", "both"]
+    assert inside[:9] == [candidate.set_aside for candidate in CANDIDATES.values()]
+    assert inside.count(True) == 4 * (1 + 8)
+    assert on.log.count("restored") == on.log.count("reset") == 4 * (1 + 1 + 8), "captured and checked, then looked at"
+    for before, what in zip(on.log, on.log[1:], strict=False):
+        assert what != "restored" or before == "reset"
+    for name, row in rows.items():
+        assert row.get("set_aside_bytes") == (1 << 15 if name in wanting else None)
+        assert len(row["captures"]) == 1
+
+
+def test_windows_are_over_what_is_kept_or_over_everything() -> None:
+    stack, on = Stack(SMALL, 3, CPU, 0), FakeDevice(max_set_aside_bytes=1 << 16)
+    chosen = L2BenchOptions(repeat=7, captures=1)
+    point = l2_measure.measure_step(stack, Batch(SMALL, 3, 4, 16, CPU, 0), 5.0, {}, chosen, on)
+    rows = {row["candidate"]: row for row in point["rows"]}
+    share = (1 << 16) / (3 * 186368)  # the bytes of a layer's six projections
+    got = {name: (row.get("windows"), row.get("hit_ratio")) for name, row in rows.items()}
+    # 53248 + 6144 + 4096 bytes of the first layer; everything else is larger than the 2048 that are left
+    assert got["persist"] == got["both"] == (3, 1.0)
+    assert got["window"] == (18, share)
+    assert {name for name, found in got.items() if found == (None, None)} == set(rows) - {"persist", "window", "both"}
+    seen = [what for what in on.log if what[0] == "window"]
+    assert {what[2] for what in seen} == {1.0, share}
+    kept = {what[1] for what in seen if what[2] == 1.0}
+    assert kept == stack.windows("kept", 1 << 16).keys()
+    assert on.log.count("no window") == len(seen)
+    fetched = {address for some in on.prefetcher.log for address, _ in some}
+    assert rows["prefetch"]["prefetched_bytes"] > rows["both"]["prefetched_bytes"] > 0
+    assert kept < fetched, "by the candidates without windows"
+
+
+@pytest.mark.parametrize("reason", ["MIG forbids it", None])
+def test_where_nothing_can_be_set_aside_the_other_candidates_are_timed(
+    reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = FakeDevice(0 if reason else 1 << 15, reason)
+    if reason is None:  # found out when it is tried
+
+        def refused(num_bytes: int) -> Any:
+            raise UnsupportedError("none were set aside", "some", "leave MPS")
+
+        monkeypatch.setattr(on, "set_aside", refused)
+    rows = {row["candidate"]: row for row in small_step(on=on)["rows"]}
+    for name, candidate in CANDIDATES.items():
+        expected = (reason or "none were set aside") if candidate.set_aside else None
+        assert rows[name].get("not_covered") == expected
+        assert len(rows[name]["captures"]) == (0 if candidate.set_aside else 2)
+        assert "failure" not in rows[name]
+
+
+def test_a_window_that_breaks_in_a_step_costs_its_candidates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = FakeDevice()
+
+    def window(weight: Tensor, hit_ratio: float) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(on, "window", window)
+    rows = {row["candidate"]: row for row in small_step(on=on)["rows"]}
+    broken = [name for name, row in rows.items() if row.get("failure") == "failed: RuntimeError: no"]
+    assert broken == ["persist", "window", "both"]
+    assert all(len(row["captures"]) == (0 if name in broken else 2) for name, row in rows.items())
+    assert on.log.count(("set aside", 1 << 15)) == on.log.count("restored")
 
 
 # ---- the projections ----
 def projection(on: FakeDevice) -> tuple[dict[str, Any], Tensor]:
     weight, hidden = torch.randn(512, 64).bfloat16(), torch.randn(1, 64).bfloat16()
-    streamed = l2_measure.stream_buffer(on.l2_bytes, CPU)
-    return l2_measure.measure_projection("o_proj", weight, hidden, {"blocks": 3}, streamed, on), weight
+    streamed = l2_projections.stream_buffer(on.l2_bytes, CPU)
+    return l2_projections.measure_projection("o_proj", weight, hidden, {"blocks": 3}, streamed, on), weight
 
 
 def test_the_projection_in_every_case() -> None:
@@ -163,12 +242,12 @@ def test_a_profile_is_split_by_its_waits() -> None:
         return [Kernel(name, float(number), us) for number, (name, us) in enumerate(named)]
 
     one = [(SPIN, 1.0), ("gemv", 3.0), (SPIN, 30.0), ("gemv", 2.0)]
-    hot = l2_measure.split(kernels(*one, *one), 2, streams=False)
+    hot = l2_projections.split(kernels(*one, *one), 2, streams=False)
     assert hot == {"samples_us": [2.0, 2.0], "stream_us": [], "waited_us": 30.0, "kernels": ["gemv"]}, (
         "not the one that warms"
     )
-    assert "failed: 3 waits" in l2_measure.split(kernels(*one, *one[:2]), 2, streams=False)["failure"]
-    missing = l2_measure.split(kernels(*one[:3], (SUM, 1.0)), 1, streams=True)
+    assert "failed: 3 waits" in l2_projections.split(kernels(*one, *one[:2]), 2, streams=False)["failure"]
+    missing = l2_projections.split(kernels(*one[:3], (SUM, 1.0)), 1, streams=True)
     assert "no kernel of the projection" in missing["failure"]
     assert SUM in missing["failure"]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from sglang_sm120.bench import l2, l2_plot, l2_report
 from sglang_sm120.bench.l2_cases import CANDIDATES
-from sglang_sm120.bench.l2_measure import CASES
 from sglang_sm120.bench.l2_options import L2BenchOptions
+from sglang_sm120.bench.l2_projections import CASES
 from sglang_sm120.cli import main
 from sglang_sm120.errors import ConfigError
 
@@ -36,7 +36,9 @@ def step(model: str = "glm5-tp8", tokens: int = 1, wait_us: float = 10.0, faster
     return {
         "model": model, "tokens": tokens, "wait_us": wait_us, "layers": 8, "reuse_bytes": 6 * L2_BYTES,
         "rows": [row("off", 100.0, 101.0, 99.0), row("attention", 125.0, 125.0, 125.0), row("ffn", best, best, best),
-                 row("next", 100.0, 100.0, 100.0), row("prefetch", best, 100.0, best)],
+                 row("next", 100.0, 100.0, 100.0), row("prefetch", best, 100.0, best),
+                 row("set-aside", 101.0, 101.0, 101.0), row("persist", 102.0, 102.0, 102.0),
+                 row("window", 103.0, 103.0, 103.0), row("both", 96.0, 96.0, 96.0)],
     }  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def test_markdown() -> None:
     assert "| glm5-tp8 | o_proj | 24.0 | 1 | cold | 10.00 | 9.75..11.00 | 1.00 | 270 |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in tables} == {10}
-    assert len(tables) == 2 + 5 + 2 + 7
+    assert len(tables) == 2 + 9 + 2 + 7
 
 
 def test_what_was_wrong_or_could_not_be_measured() -> None:
@@ -123,11 +125,14 @@ def test_what_was_wrong_or_could_not_be_measured() -> None:
     of["steps"][0]["rows"][2] = {"candidate": "ffn", "captures": [], "failure": "WRONG, not timed: differs"}
     for number in (3, 4, 5):
         of["projections"][0]["rows"][number] = {"case": CASES[number].label, "not_covered": "MIG forbids it"}
+    of["steps"][0]["rows"][6] = {"candidate": "persist", "captures": [], "not_covered": "MIG forbids it"}
     of["projections"][0]["rows"][1] = {"case": "prefetched", "failure": "failed: RuntimeError: no"}
     text = shown(of)
     assert "glm5-tp8, 1 tokens, wait 10 us, ffn: WRONG, not timed: differs" in text
     assert "glm5-tp8, o_proj, prefetched: failed: RuntimeError: no" in text
-    assert "not covered" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "1 10 windows over what fits (persist) 0.0 not covered" in lines
+    assert "o_proj 24.0 1 set-aside: window, hit ratio 1 not covered" in lines
     assert len(l2_report.failures(of)) == 2
     assert [row.ratio for row in l2_report.step_rows(of)][2] is None
     assert "- glm5-tp8, o_proj, prefetched: failed" in l2_report.markdown(of)

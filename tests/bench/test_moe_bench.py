@@ -6,7 +6,8 @@ import importlib.util
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,28 @@ def test_candidates_take_turns_and_the_first_round_is_dropped() -> None:
     assert order == [*"abc", *"abc", *"bca", *"cab", *"abc"]
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
     assert times["a"] == [1000.0] * 3
+
+
+def test_a_setting_holds_while_its_candidate_is_looked_at() -> None:
+    held: list[str] = []
+    seen: list[list[str]] = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        held.append(name)
+        yield
+        held.remove(name)
+
+    class Recorder(FakeTimer):
+        def elapsed_us(self, replay: Callable[[], None], count: int) -> float:
+            replay()
+            seen.append(list(held))
+            return 1000.0 * count
+
+    order: list[str] = []
+    timing.interleaved_us(Recorder(), {name: (lambda name=name: order.append(name)) for name in "ab"}, 2, around)
+    assert seen == [[name] for name in order]
+    assert len(order) == 2 * (1 + 3)
 
 
 def test_rows_of_a_canned_result() -> None:
