@@ -41,6 +41,7 @@ VARIANTS = (
     f"evict_last, {STREAMED_MB} MB streamed behind, set-aside",
     "window, hit ratio 1.0",
     "window, hit ratio set-aside / size of all",
+    f"window, hit ratio 1.0; evict_last, {STREAMED_MB} MB streamed behind",
     "hot",
 )
 
@@ -130,7 +131,7 @@ def table(rows: list[tuple[str, int, str, float, float, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     counts: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--tokens", type=counts, default=[1, 10], metavar="N,N")
+    parser.add_argument("--tokens", type=counts, default=[1, 2, 10, 64], metavar="N,N")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     try:

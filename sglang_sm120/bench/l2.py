@@ -153,14 +153,14 @@ def _no_step(stack: Stack, tokens: int, wait_us: float, error: BaseException) ->
 def _measure_projections(
     stack: Stack, how: dict[str, object], options: L2BenchOptions, on: L2Device, results: dict[str, Any]
 ) -> None:
-    """At the fewest tokens, where weights are all that a projection reads."""
-    tokens = min(options.tokens)
     generator = torch.Generator(on.device).manual_seed(options.seed)
     streamed = stream_buffer(on.l2_bytes, on.device)
+    working_set = stack.projection_bytes()
     for name, (_, columns) in stack.shape.projections().items():
-        hidden = torch.randn(tokens, columns, device=on.device, dtype=torch.bfloat16, generator=generator)
-        measured = measure_projection(name, stack.layers[0].dense[name], hidden, how, streamed, on)
-        results["projections"].append({"model": stack.shape.name, **measured})
+        for tokens in options.tokens:
+            hidden = torch.randn(tokens, columns, device=on.device, dtype=torch.bfloat16, generator=generator)
+            measured = measure_projection(name, stack.layers[0].dense[name], hidden, how, streamed, working_set, on)
+            results["projections"].append({"model": stack.shape.name, **measured})
 
 
 def _check_memory(shape: StackShape, layers: int, options: L2BenchOptions, device: torch.device) -> None:

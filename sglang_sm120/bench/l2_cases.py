@@ -155,6 +155,10 @@ class Stack:
         total = len(self.layers) * shape.dense_bytes() + batch.active_experts() * shape.expert_bytes() + caches
         return total - total // len(self.layers)
 
+    def projection_bytes(self) -> int:
+        """Of all projections, which a step reads once."""
+        return sum(projection.num_bytes for layer in self.layers for projection in layer.projections().all())
+
     def windows(self, which: str | None, set_aside_bytes: int) -> dict[int, float]:
         """Address -> hit ratio of the weights that a window covers; which: of a Candidate."""
         layers = [layer.projections() for layer in self.layers]
@@ -162,7 +166,7 @@ class Stack:
             return {kept.weight.data_ptr(): 1.0 for kept in planning.pinned(layers, set_aside_bytes)}
         if which == ALL:
             every = [projection for layer in layers for projection in layer.all()]
-            share = hit_ratio(sum(projection.num_bytes for projection in every), set_aside_bytes)
+            share = hit_ratio(self.projection_bytes(), set_aside_bytes)
             return {projection.weight.data_ptr(): share for projection in every}
         return {}
 

@@ -1,4 +1,5 @@
-"""The results of `bench l2` as a picture: a row a model; the step's ratio at each wait, then the projections alone."""
+"""The results of `bench l2` as a picture: a row a model; the step's ratio at each wait, then the projections alone,
+at the fewest tokens."""
 
 from __future__ import annotations
 
@@ -36,8 +37,11 @@ def draw(results: dict[str, Any], path: str) -> None:
         of_model = [row for row in steps if row.model == model]
         for axes in line[: len(waits)] if of_model else ():
             axes.set_ylim(*_limits(of_model))
-        line[-1].set_title(f"{model}: dense projections alone", fontsize=10)
-        _projections(line[-1], [row for row in projections if row.model == model])
+        alone = [row for row in projections if row.model == model]
+        fewest = min((row.tokens for row in alone), default=None)
+        at = "" if fewest is None else f", {fewest} token{'s' if fewest > 1 else ''}"
+        line[-1].set_title(f"{model}: dense projections alone{at}", fontsize=10)
+        _projections(line[-1], [row for row in alone if row.tokens == fewest])
     for column, place in ((0, "outside lower left"), (-1, "outside lower right")):
         found = {
             text: handle

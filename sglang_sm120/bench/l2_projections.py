@@ -46,14 +46,21 @@ CASES = (
     Case("prefetched, 40 MB past", prefetched=True, past=True),
     Case("set-aside: prefetched, 40 MB past", prefetched=True, past=True, set_aside=True),
     Case("set-aside: window, hit ratio 1", set_aside=True, window="one"),
-    Case("set-aside: window, hit ratio set-aside / size", set_aside=True, window="share"),
+    Case("set-aside: window, hit ratio set-aside / all", set_aside=True, window="share"),
+    Case("set-aside: prefetched, 40 MB past, window", prefetched=True, past=True, set_aside=True, window="one"),
     Case("hot", hot=True),
 )
 
 
 @torch.no_grad()
 def measure_projection(
-    name: str, weight: Tensor, hidden: Tensor, how: dict[str, object], streamed: Tensor, on: L2Device
+    name: str,
+    weight: Tensor,
+    hidden: Tensor,
+    how: dict[str, object],
+    streamed: Tensor,
+    working_set_bytes: int,
+    on: L2Device,
 ) -> dict[str, Any]:
     """A dense projection alone, in each of CASES.
 
@@ -63,6 +70,7 @@ def measure_projection(
         hidden: bfloat16 [T, in].
         how: of `prefetch`; without a bound: the whole weight is fetched.
         streamed: int32, CACHES times L2 or more; read before every use.
+        working_set_bytes: of all projections of a step: what a set-aside is shared by if each has a window.
         on: the GPU.
 
     Returns:
@@ -85,7 +93,7 @@ def measure_projection(
                     row["set_aside_bytes"] = restored.enter_context(on.set_aside(on.max_set_aside_bytes))
                     restored.callback(on.reset_persisting)
                 if case.window is not None:
-                    share = hit_ratio(weight.nbytes, row["set_aside_bytes"])
+                    share = hit_ratio(working_set_bytes, row["set_aside_bytes"])
                     row["hit_ratio"] = 1.0 if case.window == "one" else share
                 calls = _calls(case, weight, hidden, how, streamed, wait_us, row.get("hit_ratio"), last, on)
                 if expected is None:

@@ -140,7 +140,7 @@ def failures(results: dict[str, Any]) -> list[str]:
             if "failure" in row
         ),
         *(
-            f"{point['model']}, {point['name']}, {row['case']}: {row['failure']}"
+            f"{point['model']}, {point['name']}, {point['tokens']} tokens, {row['case']}: {row['failure']}"
             for point in results["projections"]
             for row in point["rows"]
             if "failure" in row
@@ -177,7 +177,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         "The last four: as much of L2 set aside as the GPU allows; windows over the first projections that fit into "
         "it, with hit ratio 1, or over all of the stack, with hit ratio set-aside / their size.",
         f"Projections: the kernels' own time, behind a stream of {CACHES} times L2, whose time in the same graph is "
-        "stream us: what a set-aside costs everything else shows there.",
+        "stream us: what a set-aside costs everything else shows there; all: all projections of a step.",
     ]
     l2_bytes = results["machine"]["l2_bytes"]
     short = [point for point in results["steps"] if 0 < point["reuse_bytes"] < CACHES * l2_bytes]
@@ -199,7 +199,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
         of_projections = [row for row in projections if row.model == model]
         if of_projections:
             _print(console, f"{model}: dense projections alone", _PROJECTION_COLUMNS,
-                   [(_projection_cells(row), row.name, row.note) for row in of_projections])  # fmt: skip
+                   [(_projection_cells(row), (row.name, row.tokens), row.note) for row in of_projections])  # fmt: skip
     for line in notes(results):
         console.print(line, markup=False, highlight=False)
     for line in failures(results):

@@ -175,7 +175,8 @@ def test_a_window_that_breaks_in_a_step_costs_its_candidates_alone(monkeypatch: 
 def projection(on: FakeDevice) -> tuple[dict[str, Any], Tensor]:
     weight, hidden = torch.randn(512, 64).bfloat16(), torch.randn(1, 64).bfloat16()
     streamed = l2_projections.stream_buffer(on.l2_bytes, CPU)
-    return l2_projections.measure_projection("o_proj", weight, hidden, {"blocks": 3}, streamed, on), weight
+    of_all = 4 * weight.nbytes
+    return l2_projections.measure_projection("o_proj", weight, hidden, {"blocks": 3}, streamed, of_all, on), weight
 
 
 def test_the_projection_in_every_case() -> None:
@@ -195,19 +196,19 @@ def test_the_set_aside_is_restored_and_nothing_stays_behind() -> None:
     on = FakeDevice()
     _, weight = projection(on)
     asides = [number for number, what in enumerate(on.log) if what == ("set aside", 1 << 15)]
-    assert len(asides) == 3
+    assert len(asides) == 4
     for first in asides:
         rest = on.log[first : on.log.index("restored", first) + 1]
         assert rest[-2:] == ["reset", "restored"]
     ratios = {what[2] for what in on.log if what[0] == "window"}
-    assert ratios == {1.0, 0.5}, "half of the weight fits"
+    assert ratios == {1.0, 0.125}, "an eighth of all projections fits"
     assert {what[1] for what in on.log if what[0] == "window"} == {weight.data_ptr()}
 
 
 def test_where_nothing_can_be_set_aside_the_other_cases_are_measured() -> None:
     measured, _ = projection(FakeDevice(0, "MIG forbids it"))
     got = {row["case"]: row.get("not_covered") for row in measured["rows"]}
-    assert [reason for reason in got.values() if reason] == ["MIG forbids it"] * 3
+    assert [reason for reason in got.values() if reason] == ["MIG forbids it"] * 4
     assert all(got[case] is None for case in ("cold", "prefetched", "prefetched, 40 MB past", "hot"))
 
 
@@ -219,7 +220,7 @@ def test_a_window_that_this_gpu_refuses_is_no_failure(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(on, "window", window)
     measured, _ = projection(on)
-    assert [row["not_covered"] for row in measured["rows"] if "not_covered" in row] == ["too long a window"] * 2
+    assert [row["not_covered"] for row in measured["rows"] if "not_covered" in row] == ["too long a window"] * 3
     assert not any("failure" in row for row in measured["rows"])
 
 
@@ -232,9 +233,9 @@ def test_a_window_that_breaks_is_named_and_restored(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(on, "window", window)
     measured, _ = projection(on)
     failed = [row["failure"] for row in measured["rows"] if "failure" in row]
-    assert failed == ["failed: RuntimeError: no"] * 2
-    assert on.log.count("restored") == 3
-    assert on.settled == 2
+    assert failed == ["failed: RuntimeError: no"] * 3
+    assert on.log.count("restored") == 4
+    assert on.settled == 3
 
 
 def test_a_profile_is_split_by_its_waits() -> None:

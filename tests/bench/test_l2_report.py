@@ -42,11 +42,13 @@ def step(model: str = "glm5-tp8", tokens: int = 1, wait_us: float = 10.0, faster
     }  # fmt: skip
 
 
-def projection(name: str = "o_proj", model: str = "glm5-tp8", num_bytes: int = 24 << 20) -> dict[str, Any]:
-    times_us = dict(zip([case.label for case in CASES], (10.0, 8.5, 9.0, 8.5, 10.0, 9.5, 7.5), strict=True))
-    streams_us = dict(zip(times_us, (270.0, 270.0, 271.0, 380.0, 690.0, 691.0, None), strict=True))
+def projection(
+    name: str = "o_proj", model: str = "glm5-tp8", num_bytes: int = 24 << 20, tokens: int = 1
+) -> dict[str, Any]:
+    times_us = dict(zip([case.label for case in CASES], (10.0, 8.5, 9.0, 8.5, 10.0, 9.5, 8.25, 7.5), strict=True))
+    streams_us = dict(zip(times_us, (270.0, 270.0, 271.0, 380.0, 690.0, 691.0, 690.0, None), strict=True))
     return {
-        "model": model, "name": name, "shape": [6144, 2048], "bytes": num_bytes, "tokens": 1,
+        "model": model, "name": name, "shape": [6144, 2048], "bytes": num_bytes, "tokens": tokens,
         "set_aside_bytes": 30 << 20, "hit_ratio": 1.0,
         "rows": [
             {"case": case, "samples_us": [time_us, time_us - 0.25, time_us + 1], "kernels": ["gemv"],
@@ -117,25 +119,25 @@ def test_markdown() -> None:
     assert "| glm5-tp8 | o_proj | 24.0 | 1 | cold | 10.00 | 9.75..11.00 | 1.00 | 270 |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in tables} == {10}
-    assert len(tables) == 2 + 9 + 2 + 7
+    assert len(tables) == 2 + 9 + 2 + 8
 
 
 def test_what_was_wrong_or_could_not_be_measured() -> None:
     of = results()
     of["steps"][0]["rows"][2] = {"candidate": "ffn", "captures": [], "failure": "WRONG, not timed: differs"}
-    for number in (3, 4, 5):
+    for number in (3, 4, 5, 6):
         of["projections"][0]["rows"][number] = {"case": CASES[number].label, "not_covered": "MIG forbids it"}
     of["steps"][0]["rows"][6] = {"candidate": "persist", "captures": [], "not_covered": "MIG forbids it"}
     of["projections"][0]["rows"][1] = {"case": "prefetched", "failure": "failed: RuntimeError: no"}
     text = shown(of)
     assert "glm5-tp8, 1 tokens, wait 10 us, ffn: WRONG, not timed: differs" in text
-    assert "glm5-tp8, o_proj, prefetched: failed: RuntimeError: no" in text
+    assert "glm5-tp8, o_proj, 1 tokens, prefetched: failed: RuntimeError: no" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "1 10 windows over what fits (persist) 0.0 not covered" in lines
     assert "o_proj 24.0 1 set-aside: window, hit ratio 1 not covered" in lines
     assert len(l2_report.failures(of)) == 2
     assert [row.ratio for row in l2_report.step_rows(of)][2] is None
-    assert "- glm5-tp8, o_proj, prefetched: failed" in l2_report.markdown(of)
+    assert "- glm5-tp8, o_proj, 1 tokens, prefetched: failed" in l2_report.markdown(of)
 
 
 def test_without_off_there_is_no_ratio() -> None:
@@ -194,7 +196,12 @@ def many() -> dict[str, Any]:
         for number, tokens in enumerate((1, 2, 10, 64))
         for wait_us in (5.0, 10.0, 20.0)
     ]
-    projections = [projection(name, model) for model in models for name in ("fused_qkv_a_proj", "o_proj", "router")]
+    projections = [
+        projection(name, model, tokens=tokens)
+        for model in models
+        for name in ("fused_qkv_a_proj", "o_proj", "router")
+        for tokens in (1, 64)
+    ]
     return results(steps=steps, projections=projections)
 
 
@@ -217,7 +224,8 @@ def test_what_the_picture_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     l2_plot.draw(many(), "unused.png")
     (figure,) = figures
     assert [axes.get_title() for axes in figure.axes[:4]] == [
-        "glm5-tp8: wait 5 us", "glm5-tp8: wait 10 us", "glm5-tp8: wait 20 us", "glm5-tp8: dense projections alone",
+        "glm5-tp8: wait 5 us", "glm5-tp8: wait 10 us", "glm5-tp8: wait 20 us",
+        "glm5-tp8: dense projections alone, 1 token",
     ]  # fmt: skip
     assert len(figure.axes) == 8
     lines = {container.get_label(): container for container in figure.axes[2].containers}

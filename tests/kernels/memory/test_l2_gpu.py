@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -87,13 +88,15 @@ class Layers:
         self.x = torch.randn(2, 1024, generator=generator).to(device, torch.bfloat16)
         self.prefetcher = Prefetcher(device)
 
-    def __call__(self, how: dict[str, Any] | None) -> torch.Tensor:
+    def __call__(self, how: dict[str, Any] | None, *, windows: bool = False) -> torch.Tensor:
         y = self.x
         for n, weight in enumerate(self.weights):
             if how is not None:
                 following = self.weights[(n + 1) % 4]
                 self.prefetcher.fork([(following.data_ptr(), following.nbytes)], **how)
-            y = torch.nn.functional.linear(y, weight).relu()
+            window = AccessPolicyWindow(weight.data_ptr(), weight.nbytes, 0.75) if windows else None
+            with api.stream_window(torch.cuda.current_stream(), window) if windows else contextlib.nullcontext():
+                y = torch.nn.functional.linear(y, weight).relu()
             if how is not None and n % 2:  # one join for two forks
                 self.prefetcher.join()
         return y
@@ -101,14 +104,28 @@ class Layers:
 
 @pytest.mark.parametrize("how", [{}, {"keep": False, "rate_gb_s": 500.0}, {"implementation": "lines"}], ids=str)
 def test_a_thousand_replays_give_the_same_bits(device: torch.device, how: dict[str, Any]) -> None:
+    replay_a_thousand_times(device, how, windows=False)
+
+
+@pytest.mark.parametrize("how", [None, {}], ids=["windows", "windows and prefetches"])
+def test_a_thousand_replays_under_windows_give_the_same_bits(
+    windows: api.L2Limits, device: torch.device, how: dict[str, Any] | None
+) -> None:
+    with api.set_aside(windows.persisting_max_bytes):
+        replay_a_thousand_times(device, how, windows=True)
+        torch.cuda.synchronize()
+
+
+def replay_a_thousand_times(device: torch.device, how: dict[str, Any] | None, *, windows: bool) -> None:
+    """Each replay's output is poisoned before it and compared bit by bit behind it, on the GPU."""
     layers = Layers(device)
     weights = layers.weights.clone()
-    assert torch.equal(layers(how), layers(None)), "eagerly"
+    assert torch.equal(layers(how, windows=windows), layers(None)), "eagerly"
     off, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(off):
         want = layers(None)
     with torch.cuda.graph(graph):
-        got = layers(how)
+        got = layers(how, windows=windows)
     off.replay()
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(1000):
