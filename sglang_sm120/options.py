@@ -226,7 +226,7 @@ def _check_contradictions(options: Sm120Options, explicit: list[str]) -> None:
             "drop one of the two",
         )
     _check_all_reduce(options)
-    _check_l2(options)
+    check_l2(options)
     if options.sm120_moe_backend == "flashinfer_cutlass" and options.sm120_emulate:
         raise ConfigError(
             "--sm120-moe-backend flashinfer_cutlass with --sm120-emulate",
@@ -244,7 +244,7 @@ def _check_all_reduce(options: Sm120Options) -> None:
         )
 
 
-def _check_l2(options: Sm120Options) -> None:
+def check_l2(options: Sm120Options) -> None:
     for flag, value, needed in (
         ("--sm120-l2-prefetch-mb", options.l2_prefetch_bytes(), "prefetch"),
         ("--sm120-l2-persist-mb", options.l2_persist_bytes(), "persist"),

@@ -66,7 +66,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension(
         "l2_phases",
         "torch.nn.Module.register_forward_pre_hook and register_forward_hook, on modules of the loaded model",
-        "sglang_sm120.integration.l2:Warmer",
+        "sglang_sm120.integration.l2_warmer:Warmer",
         "With --sm120-l2: where a phase of a layer begins, while a decode graph is captured. A door of PyTorch's.",
     ),
     Extension(

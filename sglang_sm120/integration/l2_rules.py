@@ -12,10 +12,12 @@ from typing import Any
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.integration.settings import in_use
 from sglang_sm120.options import Sm120Options
+from sglang_sm120.plan.l2 import MAX_TOKENS
 
 _DROP = "drop --sm120-l2"
 _PLACE = "weights that stay where they are"
 _ONE_BATCH = "one batch at a time: parts of two run side by side with this option"
+_NO_LORA = "projections that read their own weights only: adapters lie elsewhere and change"
 _FLAGS = {
     "--enable-eplb": _PLACE,
     "--elastic-ep-backend": _PLACE,
@@ -24,6 +26,8 @@ _FLAGS = {
     "--enable-two-batch-overlap": _ONE_BATCH,
     "--enable-single-batch-overlap": _ONE_BATCH,
     "--enable-pdmux": _ONE_BATCH,
+    "--enable-lora": _NO_LORA,
+    "--lora-paths": _NO_LORA,
     "--enable-torch-compile": "layers that run as they are: compiled ones do not say when attention starts",
 }
 _DEDUP = "SGLANG_ENABLE_CUDA_GRAPH_DEDUP"
@@ -51,7 +55,10 @@ def _obstacles(options: Sm120Options, view: Any, environ: Mapping[str, str]) -> 
 
 
 def require_decode_graphs(options: Sm120Options) -> None:
-    """Raises UnsupportedError unless decode runs as whole CUDA graphs; on the CPU nothing is captured."""
+    """Raises UnsupportedError unless decode runs as whole CUDA graphs, one of them small enough.
+
+    On the CPU nothing is captured.
+    """
     if options.sm120_l2 == "off" or _on_cpu():
         return
     from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -63,6 +70,12 @@ def require_decode_graphs(options: Sm120Options) -> None:
             f"--sm120-l2 {options.sm120_l2}: CUDA graphs of decode are {decode.backend!r}",
             "decode as whole CUDA graphs (full): what they fetch is captured with them",
             f"leave decode's graphs on, in their default form, or {_DROP}",
+        )
+    if decode.bs and min(decode.bs) > MAX_TOKENS:
+        raise UnsupportedError(
+            f"--sm120-l2 {options.sm120_l2}: the smallest decode graph is of {min(decode.bs)} requests",
+            f"graphs of at most {MAX_TOKENS} tokens: larger ones fetch and keep nothing",
+            f"capture smaller ones too (--cuda-graph-bs-decode), or {_DROP}",
         )
 
 

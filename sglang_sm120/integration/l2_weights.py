@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -15,23 +15,33 @@ _FFN = ("mlp", "block_sparse_moe", "feed_forward")
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
 _ABSORBED = ("w_kc", "w_vc")  # MLA: what decode reads in place of kv_b_proj
 _MOST_OF_A_TABLE = "rotary_emb"  # a row a token is read of it
+_SCALE, _SCALE_THAT_IS_READ = "weight_scale", "weight_scale_interleaved"  # ModelOpt NVFP4 layers keep both
+_SMALL_GEMM = ("fused_qkv_a_proj_with_mqa", "q_b_proj")
+"""MLA projections whose weight SGLang passes to a GEMM for few tokens, without calling the module."""
 
 
 @dataclass(frozen=True)
 class LiveWeight:
-    """A weight where it lies. module: whose call reads it, if it is the largest that this call reads; else None."""
+    """A weight by its place: what is read ahead, or kept, is what the owner has under that name at that moment.
+
+    owner, attribute: where it is. module: whose call reads it, if it is the largest that this call reads; else None.
+    num_bytes: when the model was read.
+    """
 
     name: str
-    tensor: Tensor
+    owner: nn.Module
+    attribute: str
+    num_bytes: int
     module: nn.Module | None = None
 
     @property
-    def num_bytes(self) -> int:
-        return self.tensor.nbytes
+    def tensor(self) -> Tensor:
+        return cast(Tensor, getattr(self.owner, self.attribute))
 
-    @property
-    def pointer(self) -> int:
-        return self.tensor.data_ptr()
+    def range(self, num_bytes: int) -> tuple[int, int]:
+        """(address, bytes) of the first `num_bytes`, or of as many as there are by now."""
+        tensor = self.tensor
+        return tensor.data_ptr(), min(num_bytes, tensor.nbytes)
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,18 @@ def _child(module: nn.Module, names: tuple[str, ...]) -> tuple[str, nn.Module | 
 
 def _is_core(module: nn.Module) -> bool:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
-    return isinstance(module, RadixAttention)
+    return isinstance(module, RadixAttention | RadixLinearAttention)
+
+
+def _bypasses_its_call(name: str, module: nn.Module) -> bool:
+    """Whether SGLang may read this projection's weight without calling it, so that no window can be set around that."""
+    if name.rpartition(".")[2] not in _SMALL_GEMM or not isinstance(getattr(module, "weight", None), Tensor):
+        return False
+    from sglang.kernels.ops.gemm.fused_a_gemm import fused_a_gemm_weight_eligible
+
+    return bool(fused_a_gemm_weight_eligible(module))
 
 
 def _is_routed(module: nn.Module) -> bool:
@@ -137,12 +157,13 @@ def _weights(name: str, module: nn.Module) -> Iterator[LiveWeight]:
     """Of a module and what is in it, without routed experts, attention's core (KV scales) and tables; each once."""
     if _is_routed(module) or _is_core(module) or name.endswith(_MOST_OF_A_TABLE):
         return
-    parameters = [
-        (own, parameter.data) for own, parameter in module.named_parameters(recurse=False) if parameter.numel()
-    ]
-    largest = max((tensor.nbytes for _, tensor in parameters), default=0)
-    for own, tensor in parameters:
-        yield LiveWeight(f"{name}.{own}", tensor, module if tensor.nbytes == largest else None)
+    parameters = {own: it.nbytes for own, it in module.named_parameters(recurse=False) if it.numel()}
+    if _SCALE_THAT_IS_READ in parameters:
+        parameters.pop(_SCALE, None)
+    largest = max(parameters, key=parameters.__getitem__, default=None)
+    reader = None if _bypasses_its_call(name, module) else module
+    for own, num_bytes in parameters.items():
+        yield LiveWeight(f"{name}.{own}", module, own, num_bytes, reader if own == largest else None)
     for own, child in module.named_children():
         yield from _weights(f"{name}.{own}", child)
 
@@ -151,4 +172,4 @@ def _absorbed(name: str, attention: Any) -> Iterator[LiveWeight]:
     for own in _ABSORBED:
         tensor = getattr(attention, own, None)
         if isinstance(tensor, Tensor) and tensor.numel():
-            yield LiveWeight(f"{name}.{own}", tensor)
+            yield LiveWeight(f"{name}.{own}", attention, own, tensor.nbytes)

@@ -126,7 +126,7 @@ class MoeMetrics:
         self._add(TOKENS, labels, num_tokens)
 
     def l2_prefetched(self, rows: int) -> None:
-        """One decode graph of so many rows was replayed."""
+        """One decode graph of so many rows of this rank was replayed."""
         num_bytes = self.l2_bytes(rows) if self.l2_bytes is not None else 0
         if num_bytes:
             self._add(L2_BYTES, (), num_bytes)
@@ -236,9 +236,11 @@ def _observe(model_runner: Any, forward_batch: Any, output: Any) -> None:
         phase = phase_of(forward_batch.forward_mode)
         for choice, layers in METRICS.layers_by_choice(rows).items():
             METRICS.forward(num_tokens, phase, choice, layers)
-        eager_ones = model_runner.device == "cpu"  # where there are no graphs
-        if (output.can_run_graph or eager_ones) and forward_batch.forward_mode.is_cuda_graph():
-            METRICS.l2_prefetched(rows)
+    if METRICS.l2_bytes is not None and forward_batch.forward_mode.is_cuda_graph():
+        if output.can_run_graph:
+            METRICS.l2_prefetched(rows_of_graph(model_runner, forward_batch))
+        elif model_runner.device == "cpu":  # where a decode batch stands for a graph
+            METRICS.l2_prefetched(len(forward_batch.input_ids))
     if METRICS.expert_counts is not None:
         METRICS.expert_counts.publish(METRICS.distinct_experts)
 
@@ -267,12 +269,17 @@ def rows_of_layers(model_runner: Any, forward_batch: Any, replayed: bool) -> int
     groups = len(forward_batch.global_num_tokens_cpu or (0,))
     if not forward_batch.forward_mode.is_cuda_graph():
         return groups * _bucket(model_runner.prefill_cuda_graph_runner.capture_num_tokens, len(forward_batch.input_ids))
+    return groups * rows_of_graph(model_runner, forward_batch)
+
+
+def rows_of_graph(model_runner: Any, forward_batch: Any) -> int:
+    """Rows of the decode graph that was replayed, of this rank alone, with padding."""
     runner = model_runner.decode_cuda_graph_runner
     if model_runner.device == "cpu":  # its runner remembers the padded size of padded batches only
-        return groups * _bucket(runner.capture_bs, forward_batch.batch_size) * runner.captured_req_width
+        return int(_bucket(runner.capture_bs, forward_batch.batch_size) * runner.captured_req_width)
     if runner.ragged_verify_mode:
-        return groups * runner._replay_graph_key.size
-    return groups * runner.bs * runner.captured_req_width
+        return int(runner._replay_graph_key.size)
+    return int(runner.bs * runner.captured_req_width)
 
 
 def _bucket(sizes: Any, size: int) -> int:

@@ -8,6 +8,7 @@ the router has run, and they are read once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -24,6 +25,11 @@ PHASE_TEXT = {
 DEFAULT_SHARE = 4
 """A prefetch takes a quarter of L2 at most. Published windows of 20 to 35 MB on 128 MB of L2 gained there; more than
 what comes while the bus idles only competes (H200: docs/measurements.md#l2)."""
+
+MB = 1 << 20
+_SMALL_BYTES = MB // 10
+_MOST_RUNS = 4
+_LAYER = re.compile(r"^.*?layers\.\d+\.")
 
 MAX_TOKENS = 64
 """Decode graphs of more tokens prefetch nothing: on an H200 nothing is gained from 10 tokens on
@@ -133,20 +139,47 @@ def total_bytes(plan: Phases[T]) -> int:
 
 
 def describe(plans: Sequence[Phases[T]], pins: Sequence[T]) -> list[str]:
-    """The plan in a line a phase, and one for what is pinned; for the log."""
+    """The plan in a line for each phase and layers that are alike, and one for what is kept; for the log."""
     lines = []
     for phase in PHASES:
-        sizes = [sum(part.num_bytes for part in plan[phase]) for plan in plans if phase in plan]
-        if sizes:
-            mb = sum(sizes) / len(sizes) / (1 << 20)
-            largest = max((part for plan in plans for part in plan.get(phase, ())), key=lambda part: part.num_bytes)
-            lines.append(
-                f"{PHASE_TEXT[phase]}, {mb:.1f} MB in each of {len(sizes)} layers (the largest: {largest.weight.name})"
-            )
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for number, plan in enumerate(plans):
+            if phase in plan:
+                alike.setdefault(tuple(_in_words(plan[phase])), []).append(number)
+        for words, numbers in alike.items():
+            mb = sum(part.num_bytes for part in plans[numbers[0]][phase]) / MB
+            lines.append(f"{PHASE_TEXT[phase]}, {mb:.1f} MB in {_layers(numbers)}: {', '.join(words)}")
     if pins:
-        mb = sum(weight.num_bytes for weight in pins) / (1 << 20)
-        lines.append(f"kept from step to step: {len(pins)} weights, {mb:.1f} MB, {pins[0].name} to {pins[-1].name}")
+        mb = sum(weight.num_bytes for weight in pins) / MB
+        names = ", ".join(f"{weight.name} {weight.num_bytes / MB:.1f}" for weight in pins)
+        lines.append(f"kept from step to step, {mb:.1f} MB: {names}")
     return lines
+
+
+def _in_words(parts: Sequence[Part[T]]) -> Iterator[str]:
+    """Names without their layer, and MB; what is cut by the budget says so; the small ones together."""
+    small = [part for part in parts if part.num_bytes < _SMALL_BYTES and part.num_bytes == part.weight.num_bytes]
+    for part in parts:
+        if part not in small:
+            cut = "" if part.num_bytes == part.weight.num_bytes else f" of {part.weight.num_bytes / MB:.1f}"
+            yield f"{_LAYER.sub('', part.weight.name)} {part.num_bytes / MB:.1f}{cut}"
+    if small:
+        kb = sum(part.num_bytes for part in small) / 1024
+        yield f"{len(small)} small {'one' if len(small) == 1 else 'ones'}, {kb:.0f} KB"
+
+
+def _layers(numbers: list[int]) -> str:
+    """ "layers 0, 3 to 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) > _MOST_RUNS:
+        return f"{len(numbers)} layers, {numbers[0]} to {numbers[-1]}"
+    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"{'layer' if len(numbers) == 1 else 'layers'} {text}"
 
 
 def record(model: str, tp: int, l2_bytes: int, plans: Sequence[Phases[T]], pins: Sequence[T]) -> dict[str, object]:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from sglang_sm120.errors import ConfigError
+from sglang_sm120.options import Sm120Options, check_l2
 from sglang_sm120.plan.gpus import DETECT, GPUS
 
 MOST_GPUS = 64
@@ -28,7 +29,8 @@ class PlanOptions:
     """What to plan for.
 
     model: folder, config.json or catalogue name. gpus: of one node; None with `detect`: as many as there are.
-    l2: the dense weights that --sm120-l2 would fetch, instead of memory.
+    l2: the dense weights that --sm120-l2 would fetch or keep, instead of memory; with the sizes of its other two
+        flags (None: their defaults).
     context: tokens of a request, prompt and answer; None: 128k, or less where the model has less.
     concurrency: requests at once, ascending. mtp: whether the model's MTP head drafts.
     """
@@ -45,6 +47,8 @@ class PlanOptions:
     plot: str | None
     all: bool
     l2: bool = False
+    l2_prefetch_bytes: tuple[int, int, int] | None = None
+    l2_persist_bytes: int | None = None
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +74,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE.png", help="draw memory of a GPU by component (needs matplotlib: sglang-sm120[bench])")
     add("--l2", action="store_true", help="instead: which dense weights --sm120-l2 would fetch or keep, with TP over "
         "the GPUs of one node")  # fmt: skip
+    add("--sm120-l2-prefetch-mb", default="", metavar="MB[,MB,MB]", help="with --l2: as the server's flag")
+    add("--sm120-l2-persist-mb", default="", metavar="MB", help="with --l2: as the server's flag")
     add("--all", action="store_true", help="every split, also those that are impossible, and every component")
 
 
@@ -85,6 +91,14 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         )
     if args.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {args.kv_dtype}", f"one of {', '.join(KV_DTYPES)}", "take auto if in doubt")
+    sizes = Sm120Options(
+        sm120_l2="both", sm120_l2_prefetch_mb=args.sm120_l2_prefetch_mb, sm120_l2_persist_mb=args.sm120_l2_persist_mb
+    )
+    check_l2(sizes)
+    if not args.l2 and (args.sm120_l2_prefetch_mb or args.sm120_l2_persist_mb):
+        raise ConfigError(
+            "--sm120-l2-prefetch-mb or --sm120-l2-persist-mb without --l2", "--l2, which they are sizes of", "add --l2"
+        )
     gpus = None if args.gpus is None else whole("--gpus", args.gpus, MOST_GPUS)
     return PlanOptions(
         model=args.model,
@@ -99,6 +113,8 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         plot=args.plot,
         all=args.all,
         l2=args.l2,
+        l2_prefetch_bytes=sizes.l2_prefetch_bytes(),
+        l2_persist_bytes=sizes.l2_persist_bytes(),
     )
 
 

@@ -12,7 +12,7 @@ from sglang_sm120.plan import l2
 from sglang_sm120.plan.choose import plan
 from sglang_sm120.plan.fits import Request
 from sglang_sm120.plan.gpus import DETECT, GPUS, Detected, detect, find
-from sglang_sm120.plan.l2_layers import layers_of
+from sglang_sm120.plan.l2_layers import can_pin, layers_of
 from sglang_sm120.plan.launch import PLACEHOLDER
 from sglang_sm120.plan.memory import Split, problems
 from sglang_sm120.plan.options import DEFAULT_CONTEXT, PlanOptions
@@ -69,8 +69,16 @@ def _l2(options: PlanOptions, shape: ModelShape, found: Detected) -> int:
     if faults:
         raise ConfigError(f"--l2 with --gpus {tp}: {faults[0]}", "a TP size that the model divides by", "change --gpus")
     layers = layers_of(shape, tp)
-    plans = l2.prefetches(layers, l2.default_prefetch_bytes(gpu.l2_bytes))
-    pins = l2.pinned(layers, gpu.persisting_l2_bytes or 0, lambda weight: not weight.name.endswith("norm"))
+    most = gpu.persisting_l2_bytes or 0
+    if options.l2_persist_bytes is not None and options.l2_persist_bytes > most:
+        raise ConfigError(
+            f"--sm120-l2-persist-mb of {options.l2_persist_bytes >> 20} MB",
+            f"at most {most >> 20}: what {gpu.title} lets set aside of its L2",
+            "lower it, or leave it out for the most",
+        )
+    plans = l2.prefetches(layers, options.l2_prefetch_bytes or l2.default_prefetch_bytes(gpu.l2_bytes))
+    aside = most if options.l2_persist_bytes is None else options.l2_persist_bytes
+    pins = l2.pinned(layers, aside, lambda weight: can_pin(shape, weight))
     if options.json:
         json.dump(l2.record(shape.name, tp, gpu.l2_bytes, plans, pins), sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -8,112 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sglang_sm120.integration import l2, l2_weights
+from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.integration import l2_warmer, l2_weights
+from sglang_sm120.integration.l2_warmer import Warmer
 from sglang_sm120.plan import l2 as planning
+from tests.integration.l2_model import HIDDEN, Core, Experts, Model
 
-HIDDEN = 32
 CPU = torch.device("cpu")
-
-
-class Core(nn.Module):
-    """Stands for RadixAttention; k_scale, as there, is not read from memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k_scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-class Experts(nn.Module):
-    """Stands for FusedMoE."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w13_weight = nn.Parameter(torch.ones(4, HIDDEN, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.w13_weight[0, 0]
-
-
-class Quantised(nn.Module):
-    """A projection with a packed weight, as NVFP4's are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN, HIDDEN, dtype=torch.uint8), requires_grad=False)
-        self.weight_scale = nn.Parameter(torch.ones(HIDDEN, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[0, 0]
-
-
-class Attention(nn.Module):
-    def __init__(self, mla: bool) -> None:
-        super().__init__()
-        self.qkv_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.kv_b_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.rotary_emb = nn.Embedding(512, HIDDEN)
-        self.attn = Core()
-        self.o_proj = Quantised()
-        if mla:
-            self.w_kc, self.w_vc = torch.ones(2, 8, 8), torch.ones(2, 8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o_proj(self.attn(self.qkv_proj(x)))
-
-
-class Ffn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(HIDDEN, 4, bias=False)
-        self.experts = Experts()
-        self.shared_experts = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x) + self.shared_experts(x)
-
-
-class Decoder(nn.Module):
-    def __init__(self, mla: bool) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN)
-        self.self_attn = Attention(mla)
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN)
-        self.mlp = Ffn()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.post_attention_layernorm(x + self.self_attn(self.input_layernorm(x))))
-
-
-class Backbone(nn.Module):
-    def __init__(self, layers: int, mla: bool) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(100, HIDDEN)
-        self.layers = nn.ModuleList([*(Decoder(mla) for _ in range(layers)), nn.Identity()])  # as PPMissingLayer
-
-    def forward(self, input_ids: Tensor, forward_batch: Any) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 2, mla: bool = False) -> None:
-        super().__init__()
-        self.visual = nn.Module()
-        self.visual.layers = nn.ModuleList([nn.Linear(2, 2)])
-        self.model = Backbone(layers, mla)
-        self.lm_head = nn.Linear(HIDDEN, 100)
-
-    def forward(self, tokens: int, *, graph: bool) -> Tensor:
-        ids = torch.zeros(tokens, dtype=torch.int64)
-        mode = SimpleNamespace(is_cuda_graph=lambda: graph)
-        return self.lm_head(self.model(ids, forward_batch=SimpleNamespace(input_ids=ids, forward_mode=mode)))
 
 
 @pytest.fixture(autouse=True)
@@ -138,12 +41,12 @@ class Recorder:
 
 
 @pytest.fixture
-def warmed() -> Iterator[tuple[Model, Recorder, l2.Warmer]]:
+def warmed() -> Iterator[tuple[Model, Recorder, Warmer]]:
     model = Model()
     live = l2_weights.read_model(model)
     assert live is not None
     plans = planning.prefetches([layer.weights for layer in live.layers], (1 << 20,) * 3)
-    warmer = l2.Warmer(live, plans, [], CPU)
+    warmer = Warmer(live, plans, [], CPU)
     recorder = Recorder(model)
     warmer._prefetcher = recorder  # type: ignore[assignment]
     warmer.install()
@@ -176,6 +79,8 @@ def test_the_dense_weights_are_found_in_the_order_of_use() -> None:
     ]
     packed, scale = weights.behind_attention
     assert packed.num_bytes == HIDDEN * HIDDEN and scale.num_bytes == HIDDEN * 2 * 4
+    assert packed.range(100) == (live.layers[1].output.weight.data_ptr(), 100)
+    assert packed.range(1 << 30) == (live.layers[1].output.weight.data_ptr(), HIDDEN * HIDDEN)
     assert packed.module is live.layers[1].output and scale.module is None, "one window a call: the larger"
 
 
@@ -195,7 +100,7 @@ def test_a_model_of_other_parts_is_not_guessed_at() -> None:
     assert l2_weights.read_model(other) is None
 
 
-def test_each_phase_is_fetched_at_its_moment(warmed: tuple[Model, Recorder, l2.Warmer]) -> None:
+def test_each_phase_is_fetched_at_its_moment(warmed: tuple[Model, Recorder, Warmer]) -> None:
     model, recorder, warmer = warmed
     model(3, graph=True)
     own = "model.layers.{}.self_attn.{}"
@@ -215,7 +120,7 @@ def test_each_phase_is_fetched_at_its_moment(warmed: tuple[Model, Recorder, l2.W
 
 @pytest.mark.parametrize(("tokens", "graph"), [(3, False), (planning.MAX_TOKENS + 1, True), (0, True)])
 def test_nothing_outside_decode_or_above_the_bound(
-    warmed: tuple[Model, Recorder, l2.Warmer], tokens: int, graph: bool
+    warmed: tuple[Model, Recorder, Warmer], tokens: int, graph: bool
 ) -> None:
     model, recorder, warmer = warmed
     model(tokens, graph=graph)
@@ -226,7 +131,7 @@ def test_nothing_outside_decode_or_above_the_bound(
     assert recorder.events.count("join") == 1, "a decode step leaves nothing on for the next pass"
 
 
-def test_a_pass_that_fails_leaves_nothing_for_the_next(warmed: tuple[Model, Recorder, l2.Warmer]) -> None:
+def test_a_pass_that_fails_leaves_nothing_for_the_next(warmed: tuple[Model, Recorder, Warmer]) -> None:
     model, recorder, _ = warmed
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -237,25 +142,91 @@ def test_a_pass_that_fails_leaves_nothing_for_the_next(warmed: tuple[Model, Reco
     assert recorder.events == []
 
 
-def test_windows_are_set_around_their_call_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
+def test_what_is_fetched_is_what_lies_there_when_the_graph_is_captured(
+    warmed: tuple[Model, Recorder, Warmer],
+) -> None:
+    model, recorder, _ = warmed
+    projection = model.model.layers[0].self_attn.o_proj
+    old = projection.weight
+    projection.weight = nn.Parameter(old.clone(), requires_grad=False)
+    recorder.names[projection.weight.data_ptr()] = "the new one"
+    model(1, graph=True)
+    assert recorder.events[0][0] == ("the new one", HIDDEN * HIDDEN), old.data_ptr()
+
+
+def test_a_phase_that_never_begins_stops_the_server(warmed: tuple[Model, Recorder, Warmer]) -> None:
+    """Here attention's core is called past its module, so that nothing hangs on it."""
+    model, recorder, _ = warmed
+    for layer in model.model.layers[:-1]:
+        core = layer.self_attn._modules.pop("attn")
+        layer.self_attn.__dict__["attn"] = core.forward  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedError, match="Backbone never came by what is fetched under attention"):
+        model(1, graph=True)
+    assert recorder.events[-1] == "join"
+    model(1, graph=False)
+
+
+def pinned(model: Model, set_aside_bytes: int) -> list[l2_weights.LiveWeight]:
     live = l2_weights.read_model(model)
     assert live is not None
     pins = planning.pinned(
-        [layer.weights for layer in live.layers], 6000, lambda w: w.module is not None and w.tensor.dim() > 1
+        [layer.weights for layer in live.layers], set_aside_bytes, lambda w: w.module is not None and w.tensor.dim() > 1
     )
+    Warmer(live, [], pins, CPU).install()
+    return pins
+
+
+@pytest.fixture
+def set_windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(l2_warmer.l2_window, "set_stream_window", lambda _stream, window: found.append(window))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    return found
+
+
+def test_weights_that_no_call_reads_stop_the_server(set_windows: list[Any]) -> None:
+    model = Model()
+    (pin,) = pinned(model, 4096)
+    model.model.layers[0].self_attn.qkv_proj = nn.Identity()
+    with pytest.raises(UnsupportedError, match=rf"none of the 1 weights .* {pin.name} for one"):
+        model(1, graph=True)
+    assert set_windows == []
+
+
+def test_one_weight_that_no_call_reads_is_said_once(set_windows: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    qkv, out, gate = pinned(model, 6000)
+    model.model.layers[0].self_attn.qkv_proj = nn.Identity()
+    model(1, graph=True)
+    model(2, graph=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sglang-sm120: L2: {weight.name} is not kept: it is read without a call of its module"
+        for weight in (qkv, gate)  # this model's FFN never calls its gate
+    ]
+    assert [window.pointer for window in set_windows if window is not None] == [out.range(1)[0]] * 2
+
+
+def test_a_call_that_fails_leaves_no_window(set_windows: list[Any]) -> None:
+    model = Model()
+    pinned(model, 4096)
+    model.model.layers[0].self_attn.qkv_proj.forward = lambda _x: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        model(1, graph=True)
+    assert set_windows[-1] is None and len(set_windows) == 2
+
+
+def test_windows_are_set_around_their_call_and_taken_away(set_windows: list[Any]) -> None:
+    model = Model()
+    pins = pinned(model, 6000)
     assert names(tuple(pins)) == [
         "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.o_proj.weight",
         "model.layers.0.mlp.gate.weight",
     ]  # fmt: skip
-    set_windows: list[Any] = []
-    monkeypatch.setattr(l2.l2_window, "set_stream_window", lambda _stream, window: set_windows.append(window))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    l2.Warmer(live, [], pins, CPU).install()
+    addresses = [pin.range(pin.num_bytes) for pin in pins]
     model(2, graph=True)
     model.model.layers[0].mlp.gate(torch.zeros(1, HIDDEN))  # outside of a pass
     assert [None if w is None else (w.pointer, w.num_bytes, w.hit_ratio) for w in set_windows] == [
-        (pins[0].pointer, 4096, 1.0), None, (pins[1].pointer, 1024, 1.0), None,
+        (*addresses[0], 1.0), None, (*addresses[1], 1.0), None,
     ]  # fmt: skip
     model(2, graph=False)
     assert len(set_windows) == 4
@@ -267,7 +238,7 @@ def test_the_host_build_is_asked_for_the_ranges_as_they_lie() -> None:
     live = l2_weights.read_model(model)
     assert live is not None
     plans = planning.prefetches([layer.weights for layer in live.layers], (100, 200, 300))
-    warmer = l2.Warmer(live, plans, [], CPU)
+    warmer = Warmer(live, plans, [], CPU)
     warmer.install()
     model(1, graph=True)
     assert warmer.bytes_of(1) == sum(

@@ -23,6 +23,8 @@ SETTINGS: dict[str, Any] = {
     "enable_single_batch_overlap": False,
     "enable_pdmux": False,
     "enable_torch_compile": False,
+    "enable_lora": None,
+    "lora_paths": None,
     "startup_weight_load_mode": "serial",
 }
 UNCOVERED = {
@@ -34,6 +36,8 @@ UNCOVERED = {
     "enable_single_batch_overlap": (True, "--enable-single-batch-overlap"),
     "enable_pdmux": (True, "--enable-pdmux"),
     "enable_torch_compile": (True, "--enable-torch-compile"),
+    "enable_lora": (True, "--enable-lora"),
+    "lora_paths": (["a=/adapters/a"], "--lora-paths ['a=/adapters/a']"),
     "startup_weight_load_mode": ("overlap", "--startup-weight-load-mode overlap"),
 }
 
@@ -88,15 +92,34 @@ def test_a_cpu_has_no_l2_to_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
         rules.require(options("both"), SimpleNamespace(**SETTINGS), {})
 
 
-@pytest.mark.parametrize("backend", ["disabled", "breakable", "full"])
-def test_decode_has_to_be_captured_whole(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_decode(monkeypatch: pytest.MonkeyPatch, backend: str, bs: list[int] | None) -> None:
     from sglang.srt import runtime_context
 
-    graphs = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
+    graphs = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend, bs=bs)))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graphs))
+
+
+@pytest.mark.parametrize("backend", ["disabled", "breakable", "full"])
+def test_decode_has_to_be_captured_whole(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_decode(monkeypatch, backend, None)
     rules.require_decode_graphs(options("off"))
     if backend == "full":
         rules.require_decode_graphs(options("prefetch"))
     else:
         with pytest.raises(UnsupportedError, match=backend):
             rules.require_decode_graphs(options("prefetch"))
+
+
+def test_a_graph_has_to_be_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_decode(monkeypatch, "full", [64, 128])
+    rules.require_decode_graphs(options("prefetch"))
+    with_decode(monkeypatch, "full", [65, 128])
+    with pytest.raises(UnsupportedError, match="smallest decode graph is of 65 requests"):
+        rules.require_decode_graphs(options("prefetch"))
+    rules.require_decode_graphs(options("off"))
+
+
+def test_the_configuration_has_what_is_looked_at() -> None:
+    from sglang.srt.model_executor.cuda_graph_config import Backend, PhaseConfig
+
+    assert {"backend", "bs"} <= PhaseConfig.__dataclass_fields__.keys() and Backend.FULL == "full"

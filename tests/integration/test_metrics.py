@@ -102,6 +102,26 @@ def test_rows_are_those_that_ran(model_runner, forward_batch, replayed: bool, ro
     assert rows_of_layers(model_runner, forward_batch, replayed) == rows
 
 
+@pytest.mark.parametrize(
+    ("model_runner", "forward_batch", "replayed", "fetched"),
+    [
+        (runner(bs=8), batch(Mode.DECODE, 5, gathered=16, groups=[5, 7]), True, 8),
+        (runner(bs=4, width=4), batch(Mode.TARGET_VERIFY, 12, requests=3, groups=[12, 4]), True, 16),
+        (runner(bs=8), batch(Mode.DECODE, 5), False, None),
+        (runner(), batch(Mode.EXTEND, 33, requests=2), True, None),
+        (runner(device="cpu"), batch(Mode.DECODE, 3), False, 3),
+    ],
+)
+def test_what_l2_fetches_is_by_this_ranks_own_graph(
+    counted: MoeMetrics, model_runner, forward_batch, replayed: bool, fetched: int | None
+) -> None:
+    asked: list[int] = []
+    counted.l2_bytes = lambda rows: asked.append(rows) or 1000 * rows
+    metrics.observe_forward(model_runner, forward_batch, output(replayed=replayed))
+    assert asked == ([] if fetched is None else [fetched])
+    assert counted.values.get((metrics.L2_BYTES, ()), 0) == 1000 * (fetched or 0)
+
+
 def test_a_replayed_batch_is_counted_by_its_padded_size(counted: MoeMetrics) -> None:
     """60 requests are padded to a graph of 80 rows, which was captured with the other runner."""
     for _ in range(2):

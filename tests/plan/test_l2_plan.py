@@ -106,11 +106,25 @@ def test_the_plan_in_words() -> None:
     layers = [glm5_tp8(0), glm5_tp8(1)]
     lines = describe(prefetches(layers, (32 * MB, 0, 16 * MB)), pinned(layers, 39 * MB))
     assert lines == [
-        "under attention: what comes behind it, 24.0 MB in each of 2 layers (the largest: layers.0.o_proj)",
-        "under the all-reduce behind the FFN: the next layer's attention, 16.0 MB in each of 1 layers (the largest: "
-        "layers.1.fused_qkv_a_proj)",
-        "kept from step to step: 2 weights, 38.8 MB, layers.0.fused_qkv_a_proj to layers.0.q_b_proj",
+        "under attention: what comes behind it, 24.0 MB in layers 0 to 1: o_proj 24.0",
+        "under the all-reduce behind the FFN: the next layer's attention, 16.0 MB in layer 0: "
+        "fused_qkv_a_proj 16.0 of 30.8",
+        "kept from step to step, 38.8 MB: layers.0.fused_qkv_a_proj 30.8, layers.0.q_b_proj 8.0",
     ]
     assert describe([{}], []) == []
     part = Part(Weight("w", 5), 5)
     assert total_bytes({ATTENTION: (part,), NEXT: (part, part)}) == 15
+
+
+def test_layers_that_are_alike_are_one_line() -> None:
+    def plan(number: int, mb: int) -> dict[str, tuple[Part[Weight], ...]]:
+        norm, down = Weight(f"model.layers.{number}.norm", 2048), Weight(f"model.layers.{number}.mlp.down", mb * MB)
+        return {FFN: (Part(norm, 2048), Part(down, down.num_bytes))}
+
+    sizes = [5, 5, 5, 2, 5, 2]
+    first, second = describe([plan(number, mb) for number, mb in enumerate(sizes)], [])
+    assert first.endswith("5.0 MB in layers 0 to 2, 4: mlp.down 5.0, 1 small one, 2 KB")
+    assert second.endswith("2.0 MB in layers 3, 5: mlp.down 2.0, 1 small one, 2 KB")
+    every_other = [plan(number, 5) if number % 2 else {} for number in range(20)]
+    (line,) = describe(every_other, [])
+    assert "5.0 MB in 10 layers, 1 to 19: " in line

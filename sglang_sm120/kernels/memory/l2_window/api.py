@@ -48,6 +48,12 @@ class L2Limits:
     persisting_max_bytes: int
     window_max_bytes: int
 
+    def require_persisting(self) -> int:
+        """persisting_max_bytes. Raises: UnsupportedError if nothing may be set aside, as under MIG."""
+        if self.persisting_max_bytes == 0:
+            raise UnsupportedError("this GPU lets no L2 be set aside (0 bytes at most)", "some", binding.NO_PERSISTING)
+        return self.persisting_max_bytes
+
 
 def limits(device: torch.device) -> L2Limits:
     """What L2 a CUDA device has; needs no context, unless the device has no index.
@@ -97,9 +103,8 @@ def set_aside(num_bytes: int) -> Iterator[int]:
         UnsupportedError: a device or a setting (MIG, MPS) that grants nothing; no cuda.bindings or driver.
     """
     driver = binding.with_context()
-    context, most = call(driver, "cuCtxGetCurrent"), _current_limits(driver).persisting_max_bytes
-    if num_bytes > 0 and most == 0:
-        raise UnsupportedError("this GPU lets no L2 be set aside (0 bytes at most)", "some", binding.NO_PERSISTING)
+    context, found = call(driver, "cuCtxGetCurrent"), _current_limits(driver)
+    most = found.require_persisting() if num_bytes > 0 else found.persisting_max_bytes
     if not 0 <= num_bytes <= most:
         raise ContractError(
             f"{num_bytes} bytes of L2 to set aside", f"0 to {most} on this GPU", "limits(device) says the most"
