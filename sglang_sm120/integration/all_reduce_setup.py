@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.integration.all_reduce_plane import GpuPlane, HostPlane, Plane
 from sglang_sm120.kernels.communication import ipc
+from sglang_sm120.kernels.communication.agreement import Exchange, agree
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm import config
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.api import (
     SOURCE,
@@ -23,7 +24,6 @@ from sglang_sm120.kernels.communication.all_reduce_rmsnorm.api import (
     unsupported_reason,
     workspace_bytes,
 )
-from sglang_sm120.kernels.communication.window import Exchange
 from sglang_sm120.kernels.cuda.module import load
 from sglang_sm120.tune import comm_profile
 from sglang_sm120.tune.comm_profile import CommProfile
@@ -41,7 +41,6 @@ NAMED_BYTES = 1 << 20
 """The largest message of a family by name: 85 tokens of hidden size 6144. Guess."""
 
 _FAMILIES = {"one-shot": config.LAMPORT, "two-shot": config.TWO_SHOT_PUSH}
-_FIX = "`sglang-sm120 bench p2p` finds what is wrong; --sm120-all-reduce off serves without"
 
 
 def connect(
@@ -136,19 +135,6 @@ def _profile(
         raise ConfigError(*faults[0])
     logger.info("sglang-sm120: all-reduce by the shipped default: %s", faults[0][0])
     return None
-
-
-def agree(exchange: Exchange, what: str, step: Callable[[], object]) -> None:
-    """Do something on every rank that may fail on some: all go on, or all raise UnsupportedError."""
-    failure = ""
-    try:
-        step()
-    except Exception as error:  # whatever it is: the others wait to be told
-        failure = str(getattr(error, "found", None) or f"{type(error).__name__}: {error}")
-    failures = [told.decode() for told in exchange(failure.encode())]
-    for rank, told in enumerate(failures):
-        if told:
-            raise UnsupportedError(f"rank {rank}: {what}: {told}", "GPUs that share memory rightly", _FIX)
 
 
 def exchange_of(group: Any) -> Exchange:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from sglang_sm120.errors import UnsupportedError
-from sglang_sm120.integration.all_reduce_setup import agree, clipped, exchange_of
+from sglang_sm120.integration.all_reduce_setup import clipped, exchange_of
+from sglang_sm120.kernels.communication.agreement import agree
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm import config
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.config import Range
 from sglang_sm120.tune import comm_stock

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_sm120.bench.ranks import run_ranks
-from sglang_sm120.errors import ConfigError, ContractError, UnsupportedError
+from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.integration import all_reduce_setup as setup
 from sglang_sm120.integration.all_reduce_plane import GpuPlane, HostPlane
 from sglang_sm120.kernels.communication import ipc
@@ -84,26 +84,6 @@ def host_copy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     monkeypatch.setattr(ipc, "copy", copy)
     return copied
-
-
-def test_all_go_on_or_all_raise_with_the_rank_that_could_not() -> None:
-    group = Group(4)
-
-    def fail(rank: int, error: Exception) -> Any:
-        def step() -> None:
-            if rank == 2:
-                raise error
-
-        return setup.agree(group.exchange_of(rank), "its kernels cannot be loaded", step)
-
-    assert group.run(lambda rank: setup.agree(group.exchange_of(rank), "nothing", lambda: None)) == [None] * 4
-    for error, text in (
-        (RuntimeError("no\nmemory"), "RuntimeError: no\nmemory"),
-        (ContractError("a found fault", "n", "f"), "a found fault"),
-    ):
-        results = group.run(lambda rank, error=error: fail(rank, error))
-        assert {type(result) for result in results} == {UnsupportedError}
-        assert {result.found for result in results} == {f"rank 2: its kernels cannot be loaded: {text}"}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from sglang_sm120.errors import Sm120Error, UnsupportedError
+from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.kernels.communication import ipc
-
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""A collective of the group: what each rank passed, in the ranks' order. Returns when every rank has called."""
+from sglang_sm120.kernels.communication.agreement import FIX, NEEDED, Exchange, agree
 
 STATUS_WORDS = 8
+
+_SHARE = "its GPU cannot share memory with the group's"
 
 
 @dataclass
@@ -64,15 +64,20 @@ def connect(rank: int, exchange: Exchange, num_bytes: int, device: torch.device)
 
     Allocates `num_bytes` outside torch's allocator. Never inside a capture.
     """
-    own, words, offer, failure = 0, None, b"", None
-    try:
+    own, words = 0, None
+    opened: list[int] = []
+
+    def offer() -> bytes:
+        nonlocal own, words
         words = ipc.HostWords(STATUS_WORDS)
         own = ipc.allocate(num_bytes)
-        offer = ipc.export_handle(own)
-    except Sm120Error as error:
-        failure = error
-    told = exchange(_pack(failure, _host(), num_bytes.to_bytes(8, "little"), offer))
-    opened: list[int] = []
+        return _pack(_host(), num_bytes.to_bytes(8, "little"), ipc.export_handle(own))
+
+    def map_peers() -> None:
+        for peer, (_, _, handle) in enumerate(offers):
+            if peer != rank:
+                addresses[peer] = ipc.open_handle(handle)
+                opened.append(addresses[peer])
 
     def give_back() -> None:
         for address in opened:
@@ -83,28 +88,17 @@ def connect(rank: int, exchange: Exchange, num_bytes: int, device: torch.device)
         if words is not None:
             words.free()
 
-    offers = [_unpack(message) for message in told]
-    problem = _first_failure(offers)
-    if problem is None and len({(parts[0], parts[1]) for _, parts in offers}) > 1:
-        problem = "its ranks are on several hosts, or ask for windows of different sizes"
-    addresses = [own] * len(offers)
-    if problem is None:
-        failure = None
-        try:
-            for peer, (_, parts) in enumerate(offers):
-                if peer != rank:
-                    addresses[peer] = ipc.open_handle(parts[2])
-                    opened.append(addresses[peer])
-        except Sm120Error as error:
-            failure = error
-        problem = _first_failure([_unpack(message) for message in exchange(_pack(failure))])
-    if problem is not None or words is None:
+    try:
+        offers = [_unpack(told) for told in agree(exchange, _SHARE, offer)]
+        if len({(host, size) for host, size, _ in offers}) > 1:
+            found = "the ranks of this group are on several hosts, or ask for windows of different sizes"
+            raise UnsupportedError(found, NEEDED, FIX)
+        addresses = [own] * len(offers)
+        agree(exchange, _SHARE, map_peers)
+    except UnsupportedError:
         give_back()
-        raise UnsupportedError(
-            f"the GPUs of this group cannot share memory: {problem}",
-            "ranks on one host, with CUDA IPC and peer access between all their GPUs",
-            "`sglang-sm120 bench p2p` finds what is wrong; --sm120-all-reduce off serves without",
-        )
+        raise
+    assert words is not None, "offered, or an error"
 
     def close() -> None:
         torch.cuda.synchronize(device)
@@ -133,23 +127,14 @@ def host_windows(world_size: int, num_bytes: int) -> list[Window]:
     return windows
 
 
-def _pack(failure: Sm120Error | None, *parts: bytes) -> bytes:
-    """A rank's message: how it failed, or its parts."""
-    if failure is not None:
-        return b"!" + f"{failure.found} ({failure.fix})".encode()
-    return b"." + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+def _pack(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
-def _unpack(message: bytes) -> tuple[str | None, list[bytes]]:
-    if message[:1] == b"!":
-        return message[1:].decode(), []
-    parts, at = [], 1
+def _unpack(message: bytes) -> list[bytes]:
+    parts, at = [], 0
     while at < len(message):
         size = int.from_bytes(message[at : at + 4], "little")
         parts.append(message[at + 4 : at + 4 + size])
         at += 4 + size
-    return None, parts
-
-
-def _first_failure(messages: Sequence[tuple[str | None, list[bytes]]]) -> str | None:
-    return next((f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(messages) if failure is not None), None)
+    return parts

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sm120.errors import UnsupportedError
+from sglang_sm120.errors import ContractError, UnsupportedError
 from sglang_sm120.kernels.communication import window
+from sglang_sm120.kernels.communication.agreement import agree
 
 CPU = torch.device("cpu")
 
@@ -132,9 +133,31 @@ def test_where_one_cannot_all_say_which_and_why(function: str, rank: int, connec
     host = Host(4, {(function, rank)})
     for result in connect(host):
         assert isinstance(result, UnsupportedError)
-        assert f"rank {rank}: {function} failed: CUDA_ERROR (mend it)" in result.found
+        assert result.found.startswith(f"rank {rank}: ")
+        assert f"{function} failed: CUDA_ERROR (mend it)" in result.found
         assert "bench p2p" in result.fix
     assert host.is_empty
+
+
+def test_all_go_on_or_all_raise_with_the_rank_that_could_not() -> None:
+    host = Host(4)
+
+    def step(rank: int, error: Exception | None) -> Any:
+        if rank == 2 and error is not None:
+            raise error
+        return rank if rank % 2 else bytes([rank])
+
+    def agreed(rank: int, error: Exception | None) -> list[bytes]:
+        return agree(host.exchange, "its kernels cannot be loaded", lambda: step(rank, error))
+
+    assert host.on_all(lambda rank: agreed(rank, None)) == [[b"\0", b"", b"\2", b""]] * 4
+    for error, text in (
+        (RuntimeError("no\nmemory"), "RuntimeError: no\nmemory"),
+        (ContractError("a found fault", "n", "mend it"), "a found fault (mend it)"),
+    ):
+        results = host.on_all(lambda rank, error=error: agreed(rank, error))
+        assert {type(result) for result in results} == {UnsupportedError}
+        assert {result.found for result in results} == {f"rank 2: its kernels cannot be loaded: {text}"}
 
 
 def test_ranks_on_several_hosts(connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sglang_sm120.errors import ContractError, Sm120Error, UnsupportedError
+from sglang_sm120.kernels.communication.agreement import Exchange
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm import config, kernel, reference
 from sglang_sm120.kernels.communication.all_reduce_rmsnorm.config import ALGORITHMS, DEFAULT_RANGES, Range, Shape, Space
-from sglang_sm120.kernels.communication.window import Exchange, Window, connect
+from sglang_sm120.kernels.communication.window import Window, connect
 
 __all__ = [
     "ALGORITHMS",
