@@ -147,7 +147,7 @@ def _fit(shape: ModelShape, candidate: Candidate, request: Request, concurrency:
         kv_dtype=request.kv_dtype,
         mtp=request.mtp,
         graph_batch_sizes=graph_batch_sizes(graph_max_bs, request.mtp),
-        our_runners=gpu.is_sm120 and shape.quantization.experts == "nvfp4",
+        our_runners=gpu.is_sm120 and shape.moe is not None and shape.quantization.experts == "nvfp4",
         all_reduce=all_reduce_obstacle(candidate, gpu) is None,
     )
     components = tuple(fixed(shape, split, serving))

@@ -105,7 +105,8 @@ def _weight_detail(shape: ModelShape, split: Split, name: str) -> str:
 
 
 def _experts_text(shape: ModelShape, split: Split) -> str:
-    assert shape.moe is not None
+    if shape.moe is None:
+        return ""
     here, inner = shape.moe.num_experts // split.ep, shape.moe.moe_intermediate_size // split.widths.expert
     return f"{here} of {shape.moe.num_experts} experts, {inner} of {shape.moe.moe_intermediate_size} of each"
 

@@ -124,7 +124,7 @@ def _parallel(candidate: Candidate) -> Iterator[Setting]:
 
 
 def _model(model: str, shape: ModelShape, fit: Fit) -> Iterator[Setting]:
-    if shape.quantization.method == "modelopt_fp4":
+    if shape.quantization.method == "modelopt_fp4" and shape.moe is not None:
         yield Setting("--quantization", "modelopt_fp4",
             "left out, stock SGLang prepares NVFP4 experts for another kernel than it calls on these GPUs")  # fmt: skip
     stored = shape.quantization
@@ -186,7 +186,7 @@ def _notes(model: str, shape: ModelShape, candidate: Candidate, gpu: Gpu) -> Ite
         )
     if split.gpus > 1:
         yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True must not be set: memory that GPUs share breaks with it."
-    if shape.quantization.experts == "nvfp4":
+    if shape.moe is not None and shape.quantization.experts == "nvfp4":
         ep = f" --ep-size {split.ep}" if split.ep > 1 else ""
         yield (
             "Which MoE runner serves which batch is a guess until "

@@ -30,7 +30,8 @@ def quantization_of(
     legacy = (quant or {}).get("quantization")
     if not isinstance(declared, dict):
         if not isinstance(legacy, dict):
-            return Quantization(), []
+            odd = declared is not None or legacy is not None
+            return Quantization(), ["Its quantization_config is no object: all weights are counted in 2 bytes."] * odd
         declared = {"quant_method": "modelopt", "ignore": legacy.get("exclude_modules"), **legacy}
     method = str(declared.get("quant_method", "")).lower()
     readers: dict[str, Callable[[dict[str, Any], str], str | None]] = {
@@ -102,7 +103,8 @@ def _compressed(declared: dict[str, Any], name: str) -> str | None:
             ("Linear" in targets and name != "lm_head") or _excluded(name, targets)
         ):
             continue
-        weights = group.get("weights") or {}
+        weights = group.get("weights")
+        weights = weights if isinstance(weights, dict) else {}
         bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
         if bits == 4 and kind == "float" and size in (16, 32):
             return "nvfp4" if size == 16 else "mxfp4"
