@@ -7,6 +7,7 @@ each with I * EP / TP of its intermediate size. A test builds SGLang's own model
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -80,6 +81,11 @@ def stage_weights(shape: ModelShape, widths: Widths, first: int, end: int) -> Co
     Returns:
         By class of tensors, for those that there are.
     """
+    return Counter(_stage_weights(shape, widths, first, end))
+
+
+@functools.lru_cache(maxsize=4096)  # a plan asks for the same stage at every number of requests, chunk and context
+def _stage_weights(shape: ModelShape, widths: Widths, first: int, end: int) -> Counter[str]:
     found: Counter[str] = Counter()
     rows = padded_vocab(shape, widths.tp) // widths.tp
     vocab = BF16_BYTES * rows * shape.hidden_size
