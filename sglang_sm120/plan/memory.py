@@ -38,6 +38,9 @@ __all__ = [
 
 MIB = 1024**2
 
+FP8_BLOCK = 128
+"""Rows and columns that share a scale in FP8 with block scales."""
+
 SMALLEST_FRACTION = 0.05
 """Where nothing is left for the pool the suggestion is this; kv_tokens then says 0."""
 
@@ -191,10 +194,32 @@ def _attention_problems(shape: ModelShape, split: Split) -> list[str]:
     kv_heads = attention.kv_heads
     if not attention.latent and kv_heads % width and width % kv_heads:
         found.append(f"{kv_heads} KV heads neither divide by {width} nor are copied evenly")
+    if not found and shape.quantization.attention == "fp8_block":
+        found += _block_problems(shape, width)
     linear = attention.linear
     if linear is not None and (linear.key_heads % width or linear.value_heads % width):
         found.append(f"{linear.key_heads} and {linear.value_heads} heads of linear attention do not divide by {width}")
     return found
+
+
+def _block_problems(shape: ModelShape, width: int) -> list[str]:
+    """Parts of projections that are no whole blocks of scales; SGLang refuses them (its layers/quantization/fp8.py)."""
+    attention = shape.attention
+    heads = attention.heads // width
+    if attention.latent:
+        if width == 1:
+            return []  # nothing is cut
+        parts = {"q_b_proj": attention.head_dim, "kv_b_proj": attention.qk_nope_head_dim + attention.v_head_dim}
+        sizes = {name: heads * size for name, size in parts.items()}
+    else:
+        kv_heads = max(1, attention.kv_heads // width)
+        sizes = {"q_proj": heads * attention.head_dim, "k_proj and v_proj": kv_heads * attention.head_dim}
+    sizes["o_proj"] = heads * attention.v_head_dim
+    return [
+        f"{name} has {size} of its size on a GPU, not a multiple of {FP8_BLOCK} (fp8_block)"
+        for name, size in sizes.items()
+        if size % FP8_BLOCK
+    ]
 
 
 def _mlp_problems(shape: ModelShape, split: Split) -> list[str]:
@@ -210,7 +235,7 @@ def _mlp_problems(shape: ModelShape, split: Split) -> list[str]:
         sizes.append(("the shared expert", moe.shared_intermediate_size, split.tp, quantization.shared_expert))
         sizes.append(("an expert", moe.moe_intermediate_size, split.widths.expert, quantization.experts))
     for what, size, width, kind in sizes:
-        step = {"nvfp4": 16, "mxfp4": 1, "fp8_block": 128}.get(kind, 1)
+        step = {"nvfp4": 16, "mxfp4": 1, "fp8_block": FP8_BLOCK}.get(kind, 1)
         if size % width:
             found.append(f"the intermediate size of {what}, {size}, does not divide by {width}")
         elif size and size // width % step:

@@ -131,6 +131,7 @@ CASES = [
 # What SGLang refuses: sizes that do not divide, and parts that are not whole blocks of scales.
 REFUSED = [
     Case("minimax-m2", 3, Split(8)),
+    Case("minimax-m2", 3, Split(2), changes=(("head_dim", 64), ("rotary_dim", 32), ("num_key_value_heads", 2))),
     Case("deepseek-v3", 4, Split(32)),
     Case("glm-4.5-air", 3, Split(12)),
     Case("glm-4.5", 3, Split(36)),

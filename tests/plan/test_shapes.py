@@ -99,6 +99,25 @@ def test_an_mtp_head_without_tensors_does_not_count(tmp_path: Path) -> None:
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ("fp8_block", "fp8_block", "fp8_block", "bf16")),
         ({"quant_method": "mxfp4"}, ("mxfp4", "bf16", "bf16", "bf16")),
+        (  # models that take more than text name their parts so
+            {**MODELOPT, "ignore": ["language_model.lm_head", "model.language_model.layers.*.self_attn*"]},
+            ("nvfp4", "bf16", "nvfp4", "bf16"),
+        ),
+        (
+            {**MODELOPT, "ignore": ["lm_head", "language_model.model.layers.47.mlp.shared_experts*", "self_attn"]},
+            ("nvfp4", "bf16", "bf16", "bf16"),
+        ),
+        (
+            {
+                "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "model.language_model.layers.47.mlp.experts.0.gate_proj": {"quant_algo": "NVFP4"},
+                    "model.language_model.layers.47.self_attn.q_proj": {"quant_algo": "FP8"},
+                    "model.language_model.layers.47.mlp.shared_expert.gate_proj": {"quant_algo": "FP8_PB_WO"},
+                },
+            },
+            ("nvfp4", "fp8", "fp8_block", "bf16"),
+        ),
     ],
 )  # fmt: skip
 def test_what_is_quantised(declared: dict[str, Any], expected: tuple[str, ...]) -> None:
