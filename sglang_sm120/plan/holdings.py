@@ -150,7 +150,9 @@ def working_parts(shape: ModelShape, split: Split, serving: Serving) -> list[Com
         shape, attention_tp=width, inner=inner, tokens=serving.chunked_prefill, moe_tokens=moe_tokens
     )
     experts = _expert_workspace(shape, split, moe_tokens)
-    logits = workspaces.logits_bytes(weights.padded_vocab(shape, split.tp), serving.concurrency, split.tp)
+    # SGLang computes logits for every token of a step that it samples or checks.
+    scored = serving.concurrency * (workspaces.DRAFT_TOKENS if serving.mtp else 1)
+    logits = workspaces.logits_bytes(weights.padded_vocab(shape, split.tp), scored, split.tp)
     peak = max(attention, mlp + experts)
     moe = shape.moe
     ours = 0
@@ -162,14 +164,16 @@ def working_parts(shape: ModelShape, split: Split, serving: Serving) -> list[Com
     graphs = workspaces.graph_bytes(
         shape, rows=rows, groups=groups, chunk=serving.chunked_prefill * groups, pipelined=split.pp > 1
     )
-    buffers = workspaces.decode_buffer_bytes(shape, attention_tp=width, rows=rows, context=serving.context)
+    buffers = workspaces.decode_buffer_bytes(
+        shape, attention_tp=width, rows=rows, context=serving.context, mtp=serving.mtp
+    )
     states = state_bytes(shape, split, serving)
     table = 4 * (serving.concurrency + 1) * (serving.context + 4)
     flashinfer = workspaces.attention_workspace_bytes(shape)
     chunk = f"{serving.chunked_prefill} tokens at their peak, with the experts' own workspace, a guess for FlashInfer"
     captured = f"SGLang's own reserve: decode batches up to {rows}, prefill graphs"
-    indices = f"of attention, for {rows} captured rows of full context"
-    scores = f"{serving.concurrency} rows in 16 bits, fp32 and as probabilities"
+    indices = f"of attention, for {rows} captured rows of full context" + (", and for drafting" if serving.mtp else "")
+    scores = f"{scored} rows in 16 bits, fp32 and as probabilities"
     slots = f"{kv.STATE_SLOTS_A_REQUEST} slots a request; out of SGLang's pool"
     return [
         Component("linear attention state", states, slots, "kv"),
