@@ -23,6 +23,10 @@ _OWN_DRAFT = frozenset({
     "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM",
 })  # fmt: skip
 
+# Architectures whose shared expert SGLang 0.5.23 fuses into the routed ones on these GPUs. For GLM-5 and DeepSeek-V3 it
+# leaves that by itself where a ModelOpt export names the shared expert; for GLM-4 and other exports it does not.
+_FUSES_SHARED = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"})
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -46,7 +50,7 @@ class Launch:
     def argv(self, rank: int = 0) -> list[str]:
         """The words of the command, for the node of this rank."""
         words = ["sglang", "serve", self.model]
-        for flag in (*self.flags, *self._node_flags(rank)):
+        for flag in self.settings(rank):
             words += [flag.name] if flag.value is None else [flag.name, flag.value]
         return words
 
@@ -54,7 +58,7 @@ class Launch:
         """The command for a shell, a flag a line, for the node of this rank."""
         lines = [f"{variable.name}={shlex.quote(variable.value or '')}" for variable in self.environment]
         lines.append(shlex.join(["sglang", "serve", self.model]))
-        for flag in (*self.flags, *self._node_flags(rank)):
+        for flag in self.settings(rank):
             lines.append("  " + (flag.name if flag.value is None else f"{flag.name} {shlex.quote(flag.value)}"))
         return " \\\n".join(lines)
 
@@ -71,13 +75,15 @@ class Launch:
         ]
         return " \\\n".join(lines)
 
-    def _node_flags(self, rank: int) -> tuple[Setting, ...]:
+    def settings(self, rank: int = 0) -> tuple[Setting, ...]:
+        """Every flag of the command for the node of this rank."""
         if self.nodes == 1:
-            return ()
+            return self.flags
         return (
-            Setting("--nnodes", str(self.nodes), ""),
-            Setting("--node-rank", str(rank), ""),
-            Setting("--dist-init-addr", FIRST_NODE, ""),
+            *self.flags,
+            Setting("--nnodes", str(self.nodes), "nodes that serve together; each is started with its own command"),
+            Setting("--node-rank", str(rank), f"which of them this is, 0 to {self.nodes - 1}; 0 answers requests"),
+            Setting("--dist-init-addr", FIRST_NODE, "where the nodes find the first one; the same for all"),
         )
 
 
@@ -128,7 +134,11 @@ def _model(model: str, shape: ModelShape, fit: Fit) -> Iterator[Setting]:
         yield Setting("--quantization", "modelopt_fp4",
             "left out, stock SGLang prepares NVFP4 experts for another kernel than it calls on these GPUs")  # fmt: skip
     stored = shape.quantization
-    if shape.architecture == "GlmMoeDsaForCausalLM" and stored.experts == "nvfp4" != stored.shared_expert:
+    if shape.moe is not None and stored.method == "modelopt_mixed" and stored.experts == "nvfp4":
+        yield Setting("--moe-runner-backend", "flashinfer_cutlass",
+            "left out, stock SGLang prepares NVFP4 experts for another kernel than it calls on these GPUs")  # fmt: skip
+    shared = shape.moe is not None and shape.moe.shared_intermediate_size > 0
+    if shape.architecture in _FUSES_SHARED and shared and stored.experts == "nvfp4" != stored.shared_expert:
         yield Setting("--disable-shared-experts-fusion", None,
             "the shared expert is not NVFP4; fused into the routed ones, loading fails (GLM-5.2 NVFP4)")  # fmt: skip
     yield Setting("--kv-cache-dtype", fit.serving.kv_dtype, "what the KV cache was counted with")

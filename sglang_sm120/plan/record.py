@@ -115,7 +115,7 @@ def _pick(plan: Plan, pick: Pick | None, model: str) -> dict[str, Any] | None:
         "requests": pick.fit.concurrency,
         "reasons": list(pick.reasons),
         "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in started.environment],
-        "flags": [{"name": one.name, "value": one.value, "reason": one.reason} for one in started.flags],
+        "flags": [{"name": one.name, "value": one.value, "reason": one.reason} for one in started.settings()],
         "argv": [started.argv(rank) for rank in range(started.nodes)],
         "commands": [started.command(rank) for rank in range(started.nodes)],
         "ray": started.ray(),
