@@ -153,7 +153,7 @@ def _fit(shape: ModelShape, candidate: Candidate, request: Request, concurrency:
     components = tuple(fixed(shape, split, serving))
     fraction = suggested_mem_fraction(shape, split, serving, gpu.cuda_bytes)
     default = default_mem_fraction(shape, split, serving, gpu.shown_bytes)
-    tokens = kv_tokens(shape, split, serving, gpu.cuda_bytes, fraction)
+    tokens = kv_tokens(shape, split, serving, gpu.cuda_bytes)
     per_token = kv_bytes_per_token(shape, split, request.kv_dtype, mtp=request.mtp)
     needed = here * request.context
     return Fit(

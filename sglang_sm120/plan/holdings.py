@@ -132,8 +132,12 @@ def runtime_parts(shape: ModelShape, split: Split, serving: Serving) -> list[Com
 
 
 def state_bytes(shape: ModelShape, split: Split, serving: Serving) -> int:
-    """Linear-attention state of all requests; SGLang takes it from its pool."""
+    """Linear-attention state of all requests; SGLang takes it from its pool, with a slot to spare.
+
+    Where an MTP head drafts, each request has a state for every token that is checked, too.
+    """
     slots = kv.STATE_SLOTS_A_REQUEST * serving.concurrency + 1
+    slots += workspaces.DRAFT_TOKENS * (serving.concurrency + 1) if serving.mtp else 0
     width = split.widths.attention
     return slots * max(kv.state_bytes(shape, width, *stage) for stage in stages(shape.num_layers, split.pp))
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_sm120.plan import kv
 from sglang_sm120.plan.fits import Fit
 from sglang_sm120.plan.gpus import GIB, Gpu
 from sglang_sm120.plan.shapes import ModelShape
@@ -99,7 +100,7 @@ def launch(model: str, shape: ModelShape, candidate: Candidate, fit: Fit, gpu: G
     """
     return Launch(
         model=model,
-        flags=(*_package(gpu), *_parallel(candidate), *_model(model, shape, fit), *_memory(candidate, fit)),
+        flags=(*_package(gpu), *_parallel(candidate), *_model(model, shape, fit), *_memory(shape, candidate, fit)),
         environment=tuple(_environment(candidate)),
         nodes=candidate.split.nodes,
         notes=tuple(_notes(model, shape, candidate, gpu)),
@@ -151,11 +152,15 @@ def _model(model: str, shape: ModelShape, fit: Fit) -> Iterator[Setting]:
             yield Setting("--speculative-draft-model-path", model, "the MTP head is in the model's own checkpoint")
 
 
-def _memory(candidate: Candidate, fit: Fit) -> Iterator[Setting]:
+def _memory(shape: ModelShape, candidate: Candidate, fit: Fit) -> Iterator[Setting]:
     groups = candidate.groups // candidate.replicas
     outside = f"outside are the {fit.outside_bytes / GIB:.1f} GiB of all else"
     reason = f"weights and KV cache; {outside}. {_stock_fraction(fit)}"
     yield Setting("--mem-fraction-static", f"{fit.mem_fraction:.3f}", reason)
+    if shape.attention.linear is not None:
+        yield Setting("--max-mamba-cache-size", str(kv.STATE_SLOTS_A_REQUEST * fit.running_flag),
+            f"states of linear attention, {kv.STATE_SLOTS_A_REQUEST} a request; left out, SGLang gives them 47 % of the "
+            "room for the KV cache, whether they are needed or not")  # fmt: skip
     shared = f", which SGLang divides by attention DP {groups}" if groups > 1 else ""
     yield Setting("--chunked-prefill-size", str(fit.chunk_flag), f"tokens of a prefill step{shared}")
     yield Setting("--cuda-graph-max-bs-decode", str(fit.graph_max_bs),

@@ -117,13 +117,17 @@ def kv_tokens(
         split: how it is spread.
         serving: how it is served.
         gpu_bytes: what CUDA has in all.
-        mem_fraction: --mem-fraction-static; None: `suggested_mem_fraction`.
+        mem_fraction: --mem-fraction-static, with the rest left to SGLang; None: `suggested_mem_fraction`, and the
+            linear-attention state sized for the requests, as the command says both.
 
     Returns:
-        Whole pages; 0 where the weights do not fit, or would not while they load.
+        Whole pages; 0 where the weights do not fit, or would not while they load, or where the rest has no room.
     """
+    own_settings = mem_fraction is None
     if mem_fraction is None:
-        mem_fraction = suggested_mem_fraction(shape, split, serving, gpu_bytes)
+        mem_fraction = _room_fraction(shape, split, serving, gpu_bytes)
+        if mem_fraction < SMALLEST_FRACTION:
+            return 0
     before = gpu_bytes - before_weights(shape, split, serving)
     held = sum(part.bytes for part in weight_parts(shape, split, serving.mtp))
     if held + load_peak_bytes(shape, split) > before:
@@ -131,7 +135,9 @@ def kv_tokens(
     rest = int(before * mem_fraction) - held
     cell = kv_bytes_per_token(shape, split, serving.kv_dtype, mtp=serving.mtp)
     states = state_bytes(shape, split, serving)
-    if states:  # SGLang divides what is left in a fixed proportion; more requests than fit wait
+    if states and own_settings:
+        rest -= states
+    elif states:  # by itself SGLang divides what is left in a fixed proportion; more requests than fit wait
         rest = min(rest - states, int(rest / (1 + kv.STATE_FULL_MEMORY_RATIO)))
     page = kv.page_size(shape)
     return max(rest, 0) // max(cell, 1) // page * page
@@ -146,14 +152,19 @@ def suggested_mem_fraction(shape: ModelShape, split: Split, serving: Serving, gp
         serving: how it is served.
         gpu_bytes: what CUDA has in all.
     """
+    return max(_room_fraction(shape, split, serving, gpu_bytes), SMALLEST_FRACTION)
+
+
+def _room_fraction(shape: ModelShape, split: Split, serving: Serving, gpu_bytes: int) -> float:
+    """The share of what is free before the weights that all else leaves; below zero where all else has no room."""
     before = gpu_bytes - before_weights(shape, split, serving)
     if before <= 0:
-        return SMALLEST_FRACTION
+        return 0.0
     parts = fixed(shape, split, serving)
     states = state_bytes(shape, split, serving)
     outside = sum(part.bytes for part in parts if part.kind != "weights") - states
     outside -= before_weights(shape, split, serving)
-    return max(math.floor((before - outside) / before * 1000) / 1000, SMALLEST_FRACTION)
+    return math.floor((before - outside) / before * 1000) / 1000
 
 
 def default_mem_fraction(shape: ModelShape, split: Split, serving: Serving, shown_bytes: int) -> float:

@@ -176,6 +176,13 @@ def test_the_draft_of_an_mtp_head_is_named_where_sglang_does_not_know_it() -> No
     assert "--speculative-draft-model-path" not in [flag.name for flag in made.flags]
 
 
+def test_the_state_of_linear_attention_is_sized_for_the_requests() -> None:
+    made = launched("qwen3.5-397b-a17b-nvfp4", Candidate(Split(tp=8, dp_attention=2)), 9)
+    args = parse(made.argv())
+    assert (args.max_running_requests, args.max_mamba_cache_size) == (10, 50)
+    assert "--max-mamba-cache-size" not in launched(GLM_5, Candidate(Split(tp=8))).argv()
+
+
 def test_attention_dp_is_spelt_as_0_5_23_does() -> None:
     made = launched(GLM_5, Candidate(Split(tp=8, dp_attention=4)), 10)
     assert value(made, "--attn-dp-size") == "4"
