@@ -211,7 +211,7 @@ def test_where_all_else_has_no_room_there_is_no_cache() -> None:
     held = sum(part.bytes for part in fixed(shape, Split(8), many))
     assert held > PRO_6000
     assert kv_tokens(shape, Split(8), many, PRO_6000) == 0
-    for room in range(0, 6):  # and just as little where there is hardly any
+    for room in range(6):  # and just as little where there is hardly any
         tokens = kv_tokens(shape, Split(8), many, held + room * GIB)
         assert tokens * kv_bytes_per_token(shape, Split(8), many.kv_dtype) <= room * GIB
 
