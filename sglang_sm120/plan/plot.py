@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.plan.gpus import GIB
+from sglang_sm120.plan.record import at, shown_requests
 
 # The colour map of each kind of component; its components are shades of it.
 _MAPS = {
@@ -40,10 +41,11 @@ def draw(record: dict[str, Any], path: str) -> None:
     splits = [split for split in record["splits"] if split["concurrency"]][:_MOST_BARS]
     if not splits:
         raise UnsupportedError("no split of this model can be counted", "one split to draw", "leave out --plot")
+    requests = shown_requests(record)
     figure_module = importlib.import_module("matplotlib.figure")
     figure = figure_module.Figure(figsize=(13, 2.6 + 0.42 * len(splits)), layout="constrained")
     axes = figure.subplots()
-    bars = _grouped([_pieces(split["concurrency"][-1]) for split in splits], record["gpu"]["cuda_bytes"])
+    bars = _grouped([_pieces(at(split, requests)) for split in splits], record["gpu"]["cuda_bytes"])
     _bars(axes, bars)
     limit = record["gpu"]["cuda_bytes"] / GIB
     axes.axvline(limit, color="#b00020", linewidth=1.6)
@@ -57,10 +59,9 @@ def draw(record: dict[str, Any], path: str) -> None:
     _name_cut_bars(axes, bars, end)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(*_legend(axes), loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
-    at = splits[0]["concurrency"][-1]["requests"]
     axes.set_title(
         f"{record['model']['name']} on {record['nodes'] * record['gpus']} x {record['gpu']['title']}: "
-        f"{at:,} requests at once, context {record['context']:,}, KV {record['kv_dtype']}\n", fontsize=11, loc="left",
+        f"{requests:,} requests at once, context {record['context']:,}, KV {record['kv_dtype']}\n", fontsize=11, loc="left",
     )  # fmt: skip
     figure.savefig(path, dpi=130)
 

@@ -129,6 +129,17 @@ def _pick(plan: Plan, pick: Pick | None, model: str) -> dict[str, Any] | None:
     }
 
 
+def shown_requests(record_: dict[str, Any]) -> int:
+    """The number of requests that tables and pictures show splits at: what the throughput pick is for, or the most."""
+    pick = record_["throughput"]
+    return int(max(record_["concurrency"]) if pick is None else pick["requests"])
+
+
+def at(split: dict[str, Any], requests: int) -> dict[str, Any]:
+    """A split at this number of requests."""
+    return next(one for one in split["concurrency"] if one["requests"] == requests)
+
+
 def named(record_: dict[str, Any], label: str) -> dict[str, Any]:
     """The split of this label."""
     return next(split for split in record_["splits"] if split["label"] == label)
