@@ -61,7 +61,8 @@ def draw(record: dict[str, Any], path: str) -> None:
     axes.legend(*_legend(axes), loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
     axes.set_title(
         f"{record['model']['name']} on {record['nodes'] * record['gpus']} x {record['gpu']['title']}: "
-        f"{requests:,} requests at once, context {record['context']:,}, KV {record['kv_dtype']}\n", fontsize=11, loc="left",
+        f"{requests:,} requests at once, context {record['context']:,}, KV {record['kv_dtype']}\n",
+        fontsize=11, loc="left",
     )  # fmt: skip
     figure.savefig(path, dpi=130)
 
