@@ -85,6 +85,8 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         )
     if args.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {args.kv_dtype}", f"one of {', '.join(KV_DTYPES)}", "take auto if in doubt")
+    if args.l2 and args.plot is not None:
+        raise ConfigError("--plot with --l2", "one of both", "leave out --plot: there is no picture of --l2")
     gpus = None if args.gpus is None else whole("--gpus", args.gpus, MOST_GPUS)
     return PlanOptions(
         model=args.model,
@@ -111,7 +113,8 @@ def whole(flag: str, text: str, most: int) -> int:
     value = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
     if not 1 <= value <= most:
         fix = "give the number of GPUs of one machine; more machines with --nodes" if flag == "--gpus" else "change it"
-        raise ConfigError(f"{flag} {_short(text)}", f"a whole number from 1 to {most:,}", fix)
+        several = ", or several with commas" if flag == "--concurrency" else ""
+        raise ConfigError(f"{flag} {_short(text)}", f"a whole number from 1 to {most:,}{several}", fix)
     return value
 
 
@@ -145,4 +148,6 @@ def concurrencies(text: str) -> tuple[int, ...]:
 
 
 def _short(text: str) -> str:
+    if not text:
+        return "with nothing"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -23,6 +23,17 @@ _WIDEST = 1.5
 """Of the GPU's memory. A longer bar is cut and says how long it is, so that those that fit can be told apart."""
 
 
+def formats() -> list[str]:
+    """The endings of files that can be drawn to.
+
+    Raises:
+        UnsupportedError: no matplotlib.
+    """
+    _require_matplotlib()
+    figure = importlib.import_module("matplotlib.figure").Figure()
+    return sorted(figure.canvas.get_supported_filetypes())
+
+
 def draw(record: dict[str, Any], path: str) -> None:
     """Write the picture; its format is that of the file's name.
 
@@ -34,10 +45,7 @@ def draw(record: dict[str, Any], path: str) -> None:
         UnsupportedError: no matplotlib, or no split that could be counted.
         OSError, ValueError: the file cannot be written, or has no known format.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "matplotlib is not installed", "matplotlib, for --plot", "pip install 'sglang-sm120[bench]'"
-        )
+    _require_matplotlib()
     splits = [split for split in record["splits"] if split["concurrency"]][:_MOST_BARS]
     if not splits:
         raise UnsupportedError("no split of this model can be counted", "one split to draw", "leave out --plot")
@@ -65,6 +73,13 @@ def draw(record: dict[str, Any], path: str) -> None:
         fontsize=11, loc="left",
     )  # fmt: skip
     figure.savefig(path, dpi=130)
+
+
+def _require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "matplotlib is not installed", "matplotlib, for --plot", "pip install 'sglang-sm120[bench]'"
+        )
 
 
 def _bars(axes: Any, bars: Sequence[Sequence[tuple[str, str, int]]]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_sm120.cli import main
+from sglang_sm120.plan import plot
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 2048,
@@ -93,6 +96,11 @@ def test_a_quantisation_that_is_not_known_is_counted_in_2_bytes_and_says_so(
         (("--gpu", ""), "--gpu ''"),
         (("--gpu", "rtx-5090,"), "--gpu ''"),
         (("--gpu", "0GiB"), "less than 1 GiB"),
+        (("--concurrency", ""), "--concurrency with nothing"),
+        (("--concurrency", "1,,2"), "--concurrency with nothing"),
+        (("--concurrency", "0"), "1 to 100,000, or several with commas"),
+        (("--gpus", ""), "--gpus with nothing"),
+        (("--l2", "--plot", "x.png"), "--plot with --l2"),
     ],
 )  # fmt: skip
 def test_options(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,3 +109,63 @@ def test_options(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixtur
     assert is_one_error(err), err
     assert said in err
     assert len(err) < 1000, err
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("", "no file"), (".", "a folder"), ("no/plan.png", "there is no folder no"), ("plan", "formats are"),
+     ("plan.what", "formats are")],
+)  # fmt: skip
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_printed(
+    path: str,
+    why: str,
+    json_too: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, NAME, "--plot", path, *json_too)
+    assert (status, out) == (2, "")
+    assert is_one_error(err), err
+    assert f"--plot {path!r} cannot be written ({why}" in err
+    assert list(tmp_path.iterdir()) == [], "nothing is written under another name"
+
+
+def test_a_picture_that_fails_at_the_end_does_not_take_the_answer_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(record: object, path: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plot, "draw", full)
+    status, out, err = run(capsys, NAME, "--json", "--plot", str(tmp_path / "plan.png"))
+    assert status == 2
+    assert json.loads(out)["format"]
+    assert is_one_error(err)
+    assert "no space left" in err
+
+
+@pytest.mark.parametrize("words", [["--json"], [], ["--l2"]])
+def test_an_answer_that_cannot_be_written_is_one_error(words: list[str]) -> None:
+    code = f"import sys; from sglang_sm120.cli import main; sys.exit(main(['plan', {NAME!r}, *{words!r}]))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2, done.stderr
+    assert is_one_error(done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("words", ["--json", "--all", "--l2 --json"])
+def test_a_reader_may_go(words: str) -> None:
+    code = f"import sys; from sglang_sm120.cli import main; sys.exit(main(['plan', {NAME!r}, *{words.split()!r}]))"
+    done = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | head -c 1', sys.executable, code],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
