@@ -85,8 +85,10 @@ def _weight_detail(shape: ModelShape, split: Split, name: str) -> str:
     quantization, widths = shape.quantization, split.widths
     tp, over = f"over TP {split.tp}", f"over attention TP {widths.attention}"
     whole = "whole on every GPU"
+    each = weights.embedding_width(shape, widths)
+    embedding = tp if each == widths.tp else f"over attention TP {each}" if each > 1 else whole
     texts = {
-        weights.EMBEDDING: (f"{shape.vocab_size} x {shape.hidden_size}, padded, {tp}", "bf16"),
+        weights.EMBEDDING: (f"{shape.vocab_size} x {shape.hidden_size}, padded, {embedding}", "bf16"),
         weights.LM_HEAD: (f"output head, {tp}", quantization.lm_head),
         weights.ATTENTION: (f"projections {over}; MLA's down projections {whole}" if shape.attention.latent
             else f"projections {over}, KV heads copied where there are fewer", quantization.attention),

@@ -243,6 +243,8 @@ def _mlp_problems(shape: ModelShape, split: Split) -> list[str]:
     else:
         if moe.num_experts % split.ep:
             found.append(f"{moe.num_experts} experts do not divide by EP {split.ep}")
+        if split.tp > moe.num_experts and shape.architecture != "GptOssForCausalLM":
+            found.append(f"SGLang refuses TP {split.tp} for {moe.num_experts} experts: no more ranks than experts")
         sizes.append(("the shared expert", moe.shared_intermediate_size, split.tp, quantization.shared_expert))
         sizes.append(("an expert", moe.moe_intermediate_size, split.widths.expert, quantization.experts))
     for what, size, width, kind in sizes:

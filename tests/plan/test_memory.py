@@ -104,10 +104,10 @@ def test_glm_5_with_ep8_takes_the_fraction_that_is_suggested() -> None:
 
 
 def test_attention_dp_of_eight_replicates_attention() -> None:
-    """By hand: of q_b, kv_b, its absorbed copy and o seven more eighths are there; 78 layers in BF16."""
+    """By hand: seven more eighths of q_b, kv_b, its absorbed copy and o are there, 78 layers in BF16, and of the embedding."""
     sharded = 64 * 256 * 2048 + 2 * 64 * (192 + 256) * 512 + 6144 * 64 * 256
     more = weight_gib(GLM_5, Split(8, dp_attention=8)) - weight_gib(GLM_5, Split(8))
-    assert more == pytest.approx(78 * sharded * 7 / 8 * 2 / GIB, rel=1e-3)
+    assert more == pytest.approx((78 * sharded + 154880 * 6144) * 7 / 8 * 2 / GIB, rel=1e-3)
 
 
 # --- SGLang's own fraction ------------------------------------------------------------------------------------------
