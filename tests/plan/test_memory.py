@@ -104,7 +104,7 @@ def test_glm_5_with_ep8_takes_the_fraction_that_is_suggested() -> None:
 
 
 def test_attention_dp_of_eight_replicates_attention() -> None:
-    """By hand: seven more eighths of q_b, kv_b, its absorbed copy and o are there, 78 layers in BF16, and of the embedding."""
+    """By hand: seven more eighths of q_b, kv_b, its absorbed copy and o, 78 layers in BF16, and of the embedding."""
     sharded = 64 * 256 * 2048 + 2 * 64 * (192 + 256) * 512 + 6144 * 64 * 256
     more = weight_gib(GLM_5, Split(8, dp_attention=8)) - weight_gib(GLM_5, Split(8))
     assert more == pytest.approx((78 * sharded + 154880 * 6144) * 7 / 8 * 2 / GIB, rel=1e-3)
