@@ -1,8 +1,8 @@
 """Bytes of weights on one GPU, by class of tensors, as SGLang 0.5.23 shards and keeps them.
 
 Sharded over all of TP: output head, dense MLPs, shared experts. Over attention TP, which is TP / attention DP:
-attention, the embedding. Whole on every GPU: MLA's down projections, the indexer, routers, norms. Routed experts: E / EP
-of them, each with I * EP / TP of its intermediate size. A test builds SGLang's own models and compares them by tensor.
+attention, the embedding. Whole on every GPU: MLA's down projections, the indexer, routers, norms. Routed experts: E
+/ EP of them, each with I * EP / TP of its intermediate size. A test builds SGLang's own models and compares them by tensor.
 """
 
 from __future__ import annotations
