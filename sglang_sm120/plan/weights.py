@@ -2,7 +2,7 @@
 
 Sharded over all of TP: output head, dense MLPs, shared experts. Over attention TP, which is TP / attention DP:
 attention, the embedding. Whole on every GPU: MLA's down projections, the indexer, routers, norms. Routed experts: E
-/ EP of them, each with I * EP / TP of its intermediate size. A test builds SGLang's own models and compares them by tensor.
+/ EP of them, each with I * EP / TP of its intermediate size. A test builds SGLang's own models and compares tensors.
 """
 
 from __future__ import annotations
