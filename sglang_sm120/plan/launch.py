@@ -159,8 +159,8 @@ def _memory(shape: ModelShape, candidate: Candidate, fit: Fit) -> Iterator[Setti
     yield Setting("--mem-fraction-static", f"{fit.mem_fraction:.3f}", reason)
     if shape.attention.linear is not None:
         yield Setting("--max-mamba-cache-size", str(kv.STATE_SLOTS_A_REQUEST * fit.running_flag),
-            f"states of linear attention, {kv.STATE_SLOTS_A_REQUEST} a request; more keep more prefixes for reuse; left "
-            "out, SGLang gives them 47 % of what is left for the KV cache")  # fmt: skip
+            f"states of linear attention, {kv.STATE_SLOTS_A_REQUEST} a request; more keep more prefixes for reuse; "
+            "left out, SGLang gives them 47 % of what is left for the KV cache")  # fmt: skip
     shared = f", which SGLang divides by attention DP {groups}" if groups > 1 else ""
     yield Setting("--chunked-prefill-size", str(fit.chunk_flag), f"tokens of a prefill step{shared}")
     yield Setting("--cuda-graph-max-bs-decode", str(fit.graph_max_bs),
