@@ -127,6 +127,10 @@ def detect(ask: Callable[[Sequence[str]], str] | None = None) -> Detected:
 
 
 def _find_one(text: str) -> Gpu:
+    if text.lower() == DETECT:
+        raise ConfigError(
+            f"--gpu {DETECT} beside others", f"{DETECT} alone, which finds all kinds", "leave the others out"
+        )
     gpu = _BY_NAME.get(text.lower().replace("_", "-").replace(" ", "-"))
     if gpu is not None:
         return gpu

@@ -8,6 +8,13 @@ from typing import Any
 
 from sglang_sm120.plan.shapes_types import Quantization
 
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a model that takes more than text has its language model's values; empty where it has no such place."""
+    return next((config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)), {})
+
 
 def quantization_of(
     config: dict[str, Any], quant: dict[str, Any] | None, *, layers: int, has_moe: bool
@@ -24,9 +31,8 @@ def quantization_of(
         The classes, and sentences on what could not be told.
     """
     declared = config.get("quantization_config")
-    text = config.get("text_config")
-    if not isinstance(declared, dict) and isinstance(text, dict):
-        declared = text.get("quantization_config")
+    if not isinstance(declared, dict):
+        declared = text_config(config).get("quantization_config", declared)
     legacy = (quant or {}).get("quantization")
     if not isinstance(declared, dict):
         if not isinstance(legacy, dict):

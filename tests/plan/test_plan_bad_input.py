@@ -95,6 +95,7 @@ def test_a_quantisation_that_is_not_known_is_counted_in_2_bytes_and_says_so(
         (("--gpu", "9" * 400 + "GiB"), "no GPU has that much memory"),
         (("--gpu", ""), "--gpu ''"),
         (("--gpu", "rtx-5090,"), "--gpu ''"),
+        (("--gpu", "detect,rtx-5090"), "detect beside others"),
         (("--gpu", "0GiB"), "less than 1 GiB"),
         (("--concurrency", ""), "--concurrency with nothing"),
         (("--concurrency", "1,,2"), "--concurrency with nothing"),

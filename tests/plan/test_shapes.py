@@ -212,6 +212,41 @@ def test_an_unknown_architecture_is_counted_as_far_as_its_keys_go() -> None:
     assert sum(part.bytes for part in parts) == pytest.approx(sum(part.bytes for part in known), rel=0.01)
 
 
+def test_a_model_that_takes_more_than_text_has_its_sizes_inside() -> None:
+    plain = shape(quantization_config={"quant_method": "fp8"})
+    inside = {key: value for key, value in MOE.items() if key != "architectures"}
+    for key in ("text_config", "llm_config", "language_config"):
+        nested = {
+            "architectures": MOE["architectures"],
+            key: {**inside, "quantization_config": {"quant_method": "fp8"}},
+        }
+        assert shape_of(nested, name="a-model", source="config.json") == plain
+
+
+def test_a_context_that_is_not_said_is_taken_and_said() -> None:
+    found = shape(max_position_embeddings=None)
+    assert found.max_context == 32768
+    assert any("longest context" in said for said in found.unknown)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({"decoder_sparse_step": 2}, 24),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, 25),
+        ({"mlp_only_layers": [3, 4, 100]}, 2),
+        ({"moe_layer_freq": 2}, 24),
+        ({"moe_layer_freq": 1, "first_k_dense_replace": 3}, 3),
+        ({"moe_layer_freq": [0, 0, *[1] * 46]}, 2),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 47]}, 1),
+    ],
+)
+def test_layers_without_experts(changes: dict[str, Any], dense: int) -> None:
+    found = shape(**changes)
+    assert found.moe is not None
+    assert (found.moe.first_dense_layers, found.dense_intermediate_size) == (dense, 6144)
+
+
 def test_known_architectures_are_sglangs() -> None:
     import sglang.srt.models
 
