@@ -80,19 +80,23 @@ def checkpoint_bytes(shape: ModelShape) -> int:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON file's object; None if it cannot be opened.
+    """A JSON file's object; None if it is not there.
 
     Raises:
-        ConfigError: it is truncated or is not an object.
+        ConfigError: it cannot be read, is truncated or is not an object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error})", "a JSON file", "see what it is, and who may read it"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged ({error})", "a complete JSON file", "download it again") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} is not an object", "a model's config.json", "download it again")
+        raise ConfigError(f"{file} is not an object", "a JSON object", "download it again")
     return value
 
 

@@ -48,6 +48,15 @@ def test_an_index_that_no_checkpoint_has_is_refused(folder: Path, index: Any, sa
     assert INDEX in caught.value.found
 
 
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", INDEX])
+def test_a_file_that_is_there_and_cannot_be_read_is_not_passed_over(folder: Path, file: str) -> None:
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).mkdir()
+    with pytest.raises(ConfigError) as caught:
+        read_shape(str(folder))
+    assert f"{file} cannot be read" in caught.value.found
+
+
 @pytest.mark.parametrize("metadata", [None, [], {}, {"total_size": None}])
 def test_an_index_may_say_no_size(folder: Path, metadata: Any) -> None:
     write(folder, {"metadata": metadata, "weight_map": SHARDS})
