@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_sm120.plan import kv
 from sglang_sm120.plan.gpus import GIB, Gpu
 from sglang_sm120.plan.memory import (
     Component,
@@ -147,15 +148,17 @@ def _fit(shape: ModelShape, candidate: Candidate, request: Request, concurrency:
         kv_dtype=request.kv_dtype,
         mtp=request.mtp,
         graph_batch_sizes=graph_batch_sizes(graph_max_bs, request.mtp),
-        our_runners=gpu.is_sm120 and shape.quantization.experts == "nvfp4",
+        our_runners=gpu.is_sm120 and shape.moe is not None and shape.quantization.experts == "nvfp4",
         all_reduce=all_reduce_obstacle(candidate, gpu) is None,
     )
     components = tuple(fixed(shape, split, serving))
     fraction = suggested_mem_fraction(shape, split, serving, gpu.cuda_bytes)
     default = default_mem_fraction(shape, split, serving, gpu.shown_bytes)
-    tokens = kv_tokens(shape, split, serving, gpu.cuda_bytes, fraction)
+    tokens = kv_tokens(shape, split, serving, gpu.cuda_bytes)
     per_token = kv_bytes_per_token(shape, split, request.kv_dtype, mtp=request.mtp)
-    needed = here * request.context
+    page = kv.page_size(shape)
+    a_request = -(-request.context // page) * page  # a page is of one request
+    needed = here * a_request
     return Fit(
         concurrency=concurrency,
         serving=serving,
@@ -165,14 +168,14 @@ def _fit(shape: ModelShape, candidate: Candidate, request: Request, concurrency:
         needed_tokens=needed,
         kv_tokens=tokens,
         all_kv_tokens=tokens * groups,
-        most_requests=tokens // request.context * groups,
+        most_requests=tokens // a_request * groups,
         mem_fraction=fraction,
         default_fraction=default,
         default_kv_tokens=kv_tokens(shape, split, serving, gpu.cuda_bytes, default),
         chunk_flag=chunk,
         running_flag=here * split.dp_attention,
         graph_max_bs=graph_max_bs,
-        why=_why(components, gpu, per_token, needed, tokens, request.context),
+        why=_why(components, gpu, per_token, needed, tokens, a_request),
     )
 
 

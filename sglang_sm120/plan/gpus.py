@@ -127,6 +127,10 @@ def detect(ask: Callable[[Sequence[str]], str] | None = None) -> Detected:
 
 
 def _find_one(text: str) -> Gpu:
+    if text.lower() == DETECT:
+        raise ConfigError(
+            f"--gpu {DETECT} beside others", f"{DETECT} alone, which finds all kinds", "leave the others out"
+        )
     gpu = _BY_NAME.get(text.lower().replace("_", "-").replace(" ", "-"))
     if gpu is not None:
         return gpu
@@ -135,8 +139,9 @@ def _find_one(text: str) -> Gpu:
         names = ", ".join((*_BY_NAME, DETECT))
         near = difflib.get_close_matches(text.lower(), list(_BY_NAME), n=1, cutoff=0.4)
         fix = f"did you mean {near[0]}?" if near else "name one of these, or a size: --gpu 96GiB"
-        raise ConfigError(f"--gpu {text}: unknown GPU", f"one of {names}, or a size such as 96GiB", fix)
-    size_bytes = int(float(size["number"]) * _UNITS[size["unit"].lower()])
+        raise ConfigError(f"--gpu {text!r}: unknown GPU", f"one of {names}, or a size such as 96GiB", fix)
+    # Capped, so that a number with hundreds of digits is refused as any other that is too large.
+    size_bytes = int(min(float(size["number"]), 1e9) * _UNITS[size["unit"].lower()])
     if not GIB <= size_bytes <= LARGEST_GPU_GIB * GIB:
         raise ConfigError(
             f"--gpu {text}: no GPU has that much memory" if size_bytes > GIB else f"--gpu {text}: less than 1 GiB",

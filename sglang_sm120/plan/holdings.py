@@ -85,8 +85,10 @@ def _weight_detail(shape: ModelShape, split: Split, name: str) -> str:
     quantization, widths = shape.quantization, split.widths
     tp, over = f"over TP {split.tp}", f"over attention TP {widths.attention}"
     whole = "whole on every GPU"
+    each = weights.embedding_width(shape, widths)
+    embedding = tp if each == widths.tp else f"over attention TP {each}" if each > 1 else whole
     texts = {
-        weights.EMBEDDING: (f"{shape.vocab_size} x {shape.hidden_size}, padded, {tp}", "bf16"),
+        weights.EMBEDDING: (f"{shape.vocab_size} x {shape.hidden_size}, padded, {embedding}", "bf16"),
         weights.LM_HEAD: (f"output head, {tp}", quantization.lm_head),
         weights.ATTENTION: (f"projections {over}; MLA's down projections {whole}" if shape.attention.latent
             else f"projections {over}, KV heads copied where there are fewer", quantization.attention),
@@ -105,7 +107,8 @@ def _weight_detail(shape: ModelShape, split: Split, name: str) -> str:
 
 
 def _experts_text(shape: ModelShape, split: Split) -> str:
-    assert shape.moe is not None
+    if shape.moe is None:
+        return ""
     here, inner = shape.moe.num_experts // split.ep, shape.moe.moe_intermediate_size // split.widths.expert
     return f"{here} of {shape.moe.num_experts} experts, {inner} of {shape.moe.moe_intermediate_size} of each"
 
@@ -131,8 +134,12 @@ def runtime_parts(shape: ModelShape, split: Split, serving: Serving) -> list[Com
 
 
 def state_bytes(shape: ModelShape, split: Split, serving: Serving) -> int:
-    """Linear-attention state of all requests; SGLang takes it from its pool."""
+    """Linear-attention state of all requests; SGLang takes it from its pool, with a slot to spare.
+
+    Where an MTP head drafts, each request has a state for every token that is checked, too.
+    """
     slots = kv.STATE_SLOTS_A_REQUEST * serving.concurrency + 1
+    slots += workspaces.DRAFT_TOKENS * (serving.concurrency + 1) if serving.mtp else 0
     width = split.widths.attention
     return slots * max(kv.state_bytes(shape, width, *stage) for stage in stages(shape.num_layers, split.pp))
 
@@ -149,7 +156,9 @@ def working_parts(shape: ModelShape, split: Split, serving: Serving) -> list[Com
         shape, attention_tp=width, inner=inner, tokens=serving.chunked_prefill, moe_tokens=moe_tokens
     )
     experts = _expert_workspace(shape, split, moe_tokens)
-    logits = workspaces.logits_bytes(weights.padded_vocab(shape, split.tp), serving.concurrency, split.tp)
+    # SGLang computes logits for every token of a step that it samples or checks.
+    scored = serving.concurrency * (workspaces.DRAFT_TOKENS if serving.mtp else 1)
+    logits = workspaces.logits_bytes(weights.padded_vocab(shape, split.tp), scored, split.tp)
     peak = max(attention, mlp + experts)
     moe = shape.moe
     ours = 0
@@ -161,14 +170,16 @@ def working_parts(shape: ModelShape, split: Split, serving: Serving) -> list[Com
     graphs = workspaces.graph_bytes(
         shape, rows=rows, groups=groups, chunk=serving.chunked_prefill * groups, pipelined=split.pp > 1
     )
-    buffers = workspaces.decode_buffer_bytes(shape, attention_tp=width, rows=rows, context=serving.context)
+    buffers = workspaces.decode_buffer_bytes(
+        shape, attention_tp=width, rows=rows, context=serving.context, mtp=serving.mtp
+    )
     states = state_bytes(shape, split, serving)
     table = 4 * (serving.concurrency + 1) * (serving.context + 4)
     flashinfer = workspaces.attention_workspace_bytes(shape)
     chunk = f"{serving.chunked_prefill} tokens at their peak, with the experts' own workspace, a guess for FlashInfer"
     captured = f"SGLang's own reserve: decode batches up to {rows}, prefill graphs"
-    indices = f"of attention, for {rows} captured rows of full context"
-    scores = f"{serving.concurrency} rows in 16 bits, fp32 and as probabilities"
+    indices = f"of attention, for {rows} captured rows of full context" + (", and for drafting" if serving.mtp else "")
+    scores = f"{scored} rows in 16 bits, fp32 and as probabilities"
     slots = f"{kv.STATE_SLOTS_A_REQUEST} slots a request; out of SGLang's pool"
     return [
         Component("linear attention state", states, slots, "kv"),

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_sm120.plan import kv
 from sglang_sm120.plan.fits import Fit
 from sglang_sm120.plan.gpus import GIB, Gpu
 from sglang_sm120.plan.shapes import ModelShape
@@ -22,6 +23,10 @@ _OWN_DRAFT = frozenset({
     "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM",
 })  # fmt: skip
+
+# Architectures whose shared expert SGLang 0.5.23 fuses into the routed ones on these GPUs. For GLM-5 and DeepSeek-V3 it
+# leaves that by itself where a ModelOpt export names the shared expert; for GLM-4 and other exports it does not.
+_FUSES_SHARED = frozenset({"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"})
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Launch:
     def argv(self, rank: int = 0) -> list[str]:
         """The words of the command, for the node of this rank."""
         words = ["sglang", "serve", self.model]
-        for flag in (*self.flags, *self._node_flags(rank)):
+        for flag in self.settings(rank):
             words += [flag.name] if flag.value is None else [flag.name, flag.value]
         return words
 
@@ -54,7 +59,7 @@ class Launch:
         """The command for a shell, a flag a line, for the node of this rank."""
         lines = [f"{variable.name}={shlex.quote(variable.value or '')}" for variable in self.environment]
         lines.append(shlex.join(["sglang", "serve", self.model]))
-        for flag in (*self.flags, *self._node_flags(rank)):
+        for flag in self.settings(rank):
             lines.append("  " + (flag.name if flag.value is None else f"{flag.name} {shlex.quote(flag.value)}"))
         return " \\\n".join(lines)
 
@@ -71,13 +76,15 @@ class Launch:
         ]
         return " \\\n".join(lines)
 
-    def _node_flags(self, rank: int) -> tuple[Setting, ...]:
+    def settings(self, rank: int = 0) -> tuple[Setting, ...]:
+        """Every flag of the command for the node of this rank."""
         if self.nodes == 1:
-            return ()
+            return self.flags
         return (
-            Setting("--nnodes", str(self.nodes), ""),
-            Setting("--node-rank", str(rank), ""),
-            Setting("--dist-init-addr", FIRST_NODE, ""),
+            *self.flags,
+            Setting("--nnodes", str(self.nodes), "nodes that serve together; each is started with its own command"),
+            Setting("--node-rank", str(rank), f"which of them this is, 0 to {self.nodes - 1}; 0 answers requests"),
+            Setting("--dist-init-addr", FIRST_NODE, "where the nodes find the first one; the same for all"),
         )
 
 
@@ -93,7 +100,7 @@ def launch(model: str, shape: ModelShape, candidate: Candidate, fit: Fit, gpu: G
     """
     return Launch(
         model=model,
-        flags=(*_package(gpu), *_parallel(candidate), *_model(model, shape, fit), *_memory(candidate, fit)),
+        flags=(*_package(gpu), *_parallel(candidate), *_model(model, shape, fit), *_memory(shape, candidate, fit)),
         environment=tuple(_environment(candidate)),
         nodes=candidate.split.nodes,
         notes=tuple(_notes(model, shape, candidate, gpu)),
@@ -124,11 +131,15 @@ def _parallel(candidate: Candidate) -> Iterator[Setting]:
 
 
 def _model(model: str, shape: ModelShape, fit: Fit) -> Iterator[Setting]:
-    if shape.quantization.method == "modelopt_fp4":
+    if shape.quantization.method == "modelopt_fp4" and shape.moe is not None:
         yield Setting("--quantization", "modelopt_fp4",
             "left out, stock SGLang prepares NVFP4 experts for another kernel than it calls on these GPUs")  # fmt: skip
     stored = shape.quantization
-    if shape.architecture == "GlmMoeDsaForCausalLM" and stored.experts == "nvfp4" != stored.shared_expert:
+    if shape.moe is not None and stored.method == "modelopt_mixed" and stored.experts == "nvfp4":
+        yield Setting("--moe-runner-backend", "flashinfer_cutlass",
+            "left out, stock SGLang prepares NVFP4 experts for another kernel than it calls on these GPUs")  # fmt: skip
+    shared = shape.moe is not None and shape.moe.shared_intermediate_size > 0
+    if shape.architecture in _FUSES_SHARED and shared and stored.experts == "nvfp4" != stored.shared_expert:
         yield Setting("--disable-shared-experts-fusion", None,
             "the shared expert is not NVFP4; fused into the routed ones, loading fails (GLM-5.2 NVFP4)")  # fmt: skip
     yield Setting("--kv-cache-dtype", fit.serving.kv_dtype, "what the KV cache was counted with")
@@ -141,11 +152,15 @@ def _model(model: str, shape: ModelShape, fit: Fit) -> Iterator[Setting]:
             yield Setting("--speculative-draft-model-path", model, "the MTP head is in the model's own checkpoint")
 
 
-def _memory(candidate: Candidate, fit: Fit) -> Iterator[Setting]:
+def _memory(shape: ModelShape, candidate: Candidate, fit: Fit) -> Iterator[Setting]:
     groups = candidate.groups // candidate.replicas
     outside = f"outside are the {fit.outside_bytes / GIB:.1f} GiB of all else"
     reason = f"weights and KV cache; {outside}. {_stock_fraction(fit)}"
     yield Setting("--mem-fraction-static", f"{fit.mem_fraction:.3f}", reason)
+    if shape.attention.linear is not None:
+        yield Setting("--max-mamba-cache-size", str(kv.STATE_SLOTS_A_REQUEST * fit.running_flag),
+            f"states of linear attention, {kv.STATE_SLOTS_A_REQUEST} a request; more keep more prefixes for reuse; "
+            "left out, SGLang gives them 47 % of what is left for the KV cache")  # fmt: skip
     shared = f", which SGLang divides by attention DP {groups}" if groups > 1 else ""
     yield Setting("--chunked-prefill-size", str(fit.chunk_flag), f"tokens of a prefill step{shared}")
     yield Setting("--cuda-graph-max-bs-decode", str(fit.graph_max_bs),
@@ -186,7 +201,7 @@ def _notes(model: str, shape: ModelShape, candidate: Candidate, gpu: Gpu) -> Ite
         )
     if split.gpus > 1:
         yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True must not be set: memory that GPUs share breaks with it."
-    if shape.quantization.experts == "nvfp4":
+    if shape.moe is not None and shape.quantization.experts == "nvfp4":
         ep = f" --ep-size {split.ep}" if split.ep > 1 else ""
         yield (
             "Which MoE runner serves which batch is a guess until "

@@ -38,6 +38,9 @@ __all__ = [
 
 MIB = 1024**2
 
+FP8_BLOCK = 128
+"""Rows and columns that share a scale in FP8 with block scales."""
+
 SMALLEST_FRACTION = 0.05
 """Where nothing is left for the pool the suggestion is this; kv_tokens then says 0."""
 
@@ -114,13 +117,17 @@ def kv_tokens(
         split: how it is spread.
         serving: how it is served.
         gpu_bytes: what CUDA has in all.
-        mem_fraction: --mem-fraction-static; None: `suggested_mem_fraction`.
+        mem_fraction: --mem-fraction-static, with the rest left to SGLang; None: `suggested_mem_fraction`, and the
+            linear-attention state sized for the requests, as the command says both.
 
     Returns:
-        Whole pages; 0 where the weights do not fit, or would not while they load.
+        Whole pages; 0 where the weights do not fit, or would not while they load, or where the rest has no room.
     """
+    own_settings = mem_fraction is None
     if mem_fraction is None:
-        mem_fraction = suggested_mem_fraction(shape, split, serving, gpu_bytes)
+        mem_fraction = _room_fraction(shape, split, serving, gpu_bytes)
+        if mem_fraction < SMALLEST_FRACTION:
+            return 0
     before = gpu_bytes - before_weights(shape, split, serving)
     held = sum(part.bytes for part in weight_parts(shape, split, serving.mtp))
     if held + load_peak_bytes(shape, split) > before:
@@ -128,7 +135,9 @@ def kv_tokens(
     rest = int(before * mem_fraction) - held
     cell = kv_bytes_per_token(shape, split, serving.kv_dtype, mtp=serving.mtp)
     states = state_bytes(shape, split, serving)
-    if states:  # SGLang divides what is left in a fixed proportion; more requests than fit wait
+    if states and own_settings:
+        rest -= states
+    elif states:  # by itself SGLang divides what is left in a fixed proportion; more requests than fit wait
         rest = min(rest - states, int(rest / (1 + kv.STATE_FULL_MEMORY_RATIO)))
     page = kv.page_size(shape)
     return max(rest, 0) // max(cell, 1) // page * page
@@ -143,14 +152,19 @@ def suggested_mem_fraction(shape: ModelShape, split: Split, serving: Serving, gp
         serving: how it is served.
         gpu_bytes: what CUDA has in all.
     """
+    return max(_room_fraction(shape, split, serving, gpu_bytes), SMALLEST_FRACTION)
+
+
+def _room_fraction(shape: ModelShape, split: Split, serving: Serving, gpu_bytes: int) -> float:
+    """The share of what is free before the weights that all else leaves; below zero where all else has no room."""
     before = gpu_bytes - before_weights(shape, split, serving)
     if before <= 0:
-        return SMALLEST_FRACTION
+        return 0.0
     parts = fixed(shape, split, serving)
     states = state_bytes(shape, split, serving)
     outside = sum(part.bytes for part in parts if part.kind != "weights") - states
     outside -= before_weights(shape, split, serving)
-    return max(math.floor((before - outside) / before * 1000) / 1000, SMALLEST_FRACTION)
+    return math.floor((before - outside) / before * 1000) / 1000
 
 
 def default_mem_fraction(shape: ModelShape, split: Split, serving: Serving, shown_bytes: int) -> float:
@@ -191,10 +205,32 @@ def _attention_problems(shape: ModelShape, split: Split) -> list[str]:
     kv_heads = attention.kv_heads
     if not attention.latent and kv_heads % width and width % kv_heads:
         found.append(f"{kv_heads} KV heads neither divide by {width} nor are copied evenly")
+    if not found and shape.quantization.attention == "fp8_block":
+        found += _block_problems(shape, width)
     linear = attention.linear
     if linear is not None and (linear.key_heads % width or linear.value_heads % width):
         found.append(f"{linear.key_heads} and {linear.value_heads} heads of linear attention do not divide by {width}")
     return found
+
+
+def _block_problems(shape: ModelShape, width: int) -> list[str]:
+    """Parts of projections that are no whole blocks of scales; SGLang refuses them (its layers/quantization/fp8.py)."""
+    attention = shape.attention
+    heads = attention.heads // width
+    if attention.latent:
+        if width == 1:
+            return []  # nothing is cut
+        parts = {"q_b_proj": attention.head_dim, "kv_b_proj": attention.qk_nope_head_dim + attention.v_head_dim}
+        sizes = {name: heads * size for name, size in parts.items()}
+    else:
+        kv_heads = max(1, attention.kv_heads // width)
+        sizes = {"q_proj": heads * attention.head_dim, "k_proj and v_proj": kv_heads * attention.head_dim}
+    sizes["o_proj"] = heads * attention.v_head_dim
+    return [
+        f"{name} has {size} of its size on a GPU, not a multiple of {FP8_BLOCK} (fp8_block)"
+        for name, size in sizes.items()
+        if size % FP8_BLOCK
+    ]
 
 
 def _mlp_problems(shape: ModelShape, split: Split) -> list[str]:
@@ -207,10 +243,12 @@ def _mlp_problems(shape: ModelShape, split: Split) -> list[str]:
     else:
         if moe.num_experts % split.ep:
             found.append(f"{moe.num_experts} experts do not divide by EP {split.ep}")
+        if split.tp > moe.num_experts and shape.architecture != "GptOssForCausalLM":
+            found.append(f"SGLang refuses TP {split.tp} for {moe.num_experts} experts: no more ranks than experts")
         sizes.append(("the shared expert", moe.shared_intermediate_size, split.tp, quantization.shared_expert))
         sizes.append(("an expert", moe.moe_intermediate_size, split.widths.expert, quantization.experts))
     for what, size, width, kind in sizes:
-        step = {"nvfp4": 16, "mxfp4": 1, "fp8_block": 128}.get(kind, 1)
+        step = {"nvfp4": 16, "mxfp4": 1, "fp8_block": FP8_BLOCK}.get(kind, 1)
         if size % width:
             found.append(f"the intermediate size of {what}, {size}, does not divide by {width}")
         elif size and size // width % step:

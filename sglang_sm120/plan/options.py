@@ -99,6 +99,8 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         raise ConfigError(
             "--sm120-l2-prefetch-mb or --sm120-l2-persist-mb without --l2", "--l2, which they are sizes of", "add --l2"
         )
+    if args.l2 and args.plot is not None:
+        raise ConfigError("--plot with --l2", "one of both", "leave out --plot: there is no picture of --l2")
     gpus = None if args.gpus is None else whole("--gpus", args.gpus, MOST_GPUS)
     return PlanOptions(
         model=args.model,
@@ -127,7 +129,8 @@ def whole(flag: str, text: str, most: int) -> int:
     value = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
     if not 1 <= value <= most:
         fix = "give the number of GPUs of one machine; more machines with --nodes" if flag == "--gpus" else "change it"
-        raise ConfigError(f"{flag} {_short(text)}", f"a whole number from 1 to {most:,}", fix)
+        several = ", or several with commas" if flag == "--concurrency" else ""
+        raise ConfigError(f"{flag} {_short(text)}", f"a whole number from 1 to {most:,}{several}", fix)
     return value
 
 
@@ -161,4 +164,6 @@ def concurrencies(text: str) -> tuple[int, ...]:
 
 
 def _short(text: str) -> str:
+    if not text:
+        return "with nothing"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_sm120.errors import UnsupportedError
 from sglang_sm120.plan.gpus import GIB
+from sglang_sm120.plan.record import at, shown_requests
 
 # The colour map of each kind of component; its components are shades of it.
 _MAPS = {
@@ -22,6 +23,17 @@ _WIDEST = 1.5
 """Of the GPU's memory. A longer bar is cut and says how long it is, so that those that fit can be told apart."""
 
 
+def formats() -> list[str]:
+    """The endings of files that can be drawn to.
+
+    Raises:
+        UnsupportedError: no matplotlib.
+    """
+    _require_matplotlib()
+    figure = importlib.import_module("matplotlib.figure").Figure()
+    return sorted(figure.canvas.get_supported_filetypes())
+
+
 def draw(record: dict[str, Any], path: str) -> None:
     """Write the picture; its format is that of the file's name.
 
@@ -33,17 +45,15 @@ def draw(record: dict[str, Any], path: str) -> None:
         UnsupportedError: no matplotlib, or no split that could be counted.
         OSError, ValueError: the file cannot be written, or has no known format.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "matplotlib is not installed", "matplotlib, for --plot", "pip install 'sglang-sm120[bench]'"
-        )
+    _require_matplotlib()
     splits = [split for split in record["splits"] if split["concurrency"]][:_MOST_BARS]
     if not splits:
         raise UnsupportedError("no split of this model can be counted", "one split to draw", "leave out --plot")
+    requests = shown_requests(record)
     figure_module = importlib.import_module("matplotlib.figure")
     figure = figure_module.Figure(figsize=(13, 2.6 + 0.42 * len(splits)), layout="constrained")
     axes = figure.subplots()
-    bars = _grouped([_pieces(split["concurrency"][-1]) for split in splits], record["gpu"]["cuda_bytes"])
+    bars = _grouped([_pieces(at(split, requests)) for split in splits], record["gpu"]["cuda_bytes"])
     _bars(axes, bars)
     limit = record["gpu"]["cuda_bytes"] / GIB
     axes.axvline(limit, color="#b00020", linewidth=1.6)
@@ -57,12 +67,19 @@ def draw(record: dict[str, Any], path: str) -> None:
     _name_cut_bars(axes, bars, end)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(*_legend(axes), loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
-    at = splits[0]["concurrency"][-1]["requests"]
     axes.set_title(
         f"{record['model']['name']} on {record['nodes'] * record['gpus']} x {record['gpu']['title']}: "
-        f"{at:,} requests at once, context {record['context']:,}, KV {record['kv_dtype']}\n", fontsize=11, loc="left",
+        f"{requests:,} requests at once, context {record['context']:,}, KV {record['kv_dtype']}\n",
+        fontsize=11, loc="left",
     )  # fmt: skip
     figure.savefig(path, dpi=130)
+
+
+def _require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "matplotlib is not installed", "matplotlib, for --plot", "pip install 'sglang-sm120[bench]'"
+        )
 
 
 def _bars(axes: Any, bars: Sequence[Sequence[tuple[str, str, int]]]) -> None:

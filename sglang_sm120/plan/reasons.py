@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sglang_sm120.plan import weights
 from sglang_sm120.plan.fits import Fit, Request
 from sglang_sm120.plan.gpus import GIB
 from sglang_sm120.plan.shapes import ModelShape
@@ -18,8 +19,9 @@ SUM_ELEMENT_BYTES = 2
 class TokenFacts:
     """What decoding one token costs on one GPU, by arithmetic.
 
-    read_bytes: weights that it reads, the embedding left out, routed experts by how many a token has on average; the
-    whole step of one request, as every weight is read once. sums: all-reduces over sum_ranks GPUs, of sum_bytes each.
+    read_bytes: weights that it reads, routed experts by how many a token has on average; not the embedding, nor MLA's
+    kv_b, whose absorbed form is read instead. The whole step of one request, as every weight is read once.
+    sums: all-reduces over sum_ranks GPUs, of sum_bytes each.
     """
 
     read_bytes: int
@@ -36,14 +38,14 @@ def token_facts(shape: ModelShape, candidate: Candidate, fit: Fit) -> TokenFacts
         candidate: the split.
         fit: its accounting, of the fullest GPU.
     """
-    weights = {part.name: part.bytes for part in fit.components if part.kind == "weights"}
-    read = sum(weights.values())
-    for name, held in weights.items():
+    held_of = {part.name: part.bytes for part in fit.components if part.kind == "weights"}
+    layers = -(-shape.num_layers // candidate.split.pp)
+    read = sum(held_of.values()) - layers * weights.kv_b_bytes(shape, candidate.split.widths)
+    for name, held in held_of.items():
         if name == "embedding" or name.startswith("MTP"):
             read -= held
         elif name.startswith("routed experts") and shape.moe is not None:
             read -= held - held * shape.moe.top_k // shape.moe.num_experts
-    layers = -(-shape.num_layers // candidate.split.pp)
     sums = 2 * layers if candidate.split.tp > 1 else 0
     return TokenFacts(read, sums, candidate.split.tp, shape.hidden_size * SUM_ELEMENT_BYTES)
 

@@ -115,7 +115,7 @@ def _pick(plan: Plan, pick: Pick | None, model: str) -> dict[str, Any] | None:
         "requests": pick.fit.concurrency,
         "reasons": list(pick.reasons),
         "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in started.environment],
-        "flags": [{"name": one.name, "value": one.value, "reason": one.reason} for one in started.flags],
+        "flags": [{"name": one.name, "value": one.value, "reason": one.reason} for one in started.settings()],
         "argv": [started.argv(rank) for rank in range(started.nodes)],
         "commands": [started.command(rank) for rank in range(started.nodes)],
         "ray": started.ray(),
@@ -127,6 +127,17 @@ def _pick(plan: Plan, pick: Pick | None, model: str) -> dict[str, Any] | None:
             "sum_bytes": facts.sum_bytes,
         },
     }
+
+
+def shown_requests(record_: dict[str, Any]) -> int:
+    """The number of requests that tables and pictures show splits at: what the throughput pick is for, or the most."""
+    pick = record_["throughput"]
+    return int(max(record_["concurrency"]) if pick is None else pick["requests"])
+
+
+def at(split: dict[str, Any], requests: int) -> dict[str, Any]:
+    """A split at this number of requests."""
+    return next(one for one in split["concurrency"] if one["requests"] == requests)
 
 
 def named(record_: dict[str, Any], label: str) -> dict[str, Any]:

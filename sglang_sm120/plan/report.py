@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from sglang_sm120.plan.gpus import GIB
-from sglang_sm120.plan.record import named
+from sglang_sm120.plan.record import at, named, shown_requests
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ def print_plan(record: dict[str, Any], file: IO[str] | None = None, whole: bool 
     _say(console, *_left_out(record, whole))
     picks = [record[goal] for goal in ("latency", "throughput") if record[goal] is not None]
     if picks:
-        console.print(_memory_table(record, list(dict.fromkeys(pick["split"] for pick in picks)), whole))
+        console.print(_memory_table(record, picks, whole))
     _say(console, *_nothing_fits(record))
     same = len(picks) == 2 and picks[0]["commands"] == picks[1]["commands"]
     for goal in ("latency", "throughput"):
@@ -88,24 +88,24 @@ def _fits_table(record: dict[str, Any], splits: Sequence[dict[str, Any]]) -> Tab
     table = _table(*columns, title="What fits (GiB of the fullest GPU; KV tokens over all GPUs)", right=columns[1:])
     total = record["gpus"] * record["nodes"]
     for split in splits:
-        last = split["concurrency"][-1]
+        shown = at(split, shown_requests(record))
         cells = [
             "fits" if one["fits"] else f"{one['tokens_each']:,} each" if one["all_kv_tokens"] else "no"
             for one in split["concurrency"]
         ]
         part = "" if split["gpus"] == total else f" ({split['gpus']} of {total} GPUs)"
         table.add_row(
-            split["label"] + part, gib(last["weight_bytes"]), gib(last["fixed_bytes"] - last["weight_bytes"]),
-            f"{last['all_kv_tokens']:,}", f"{last['most_requests']:,}", *cells,
+            split["label"] + part, gib(shown["weight_bytes"]), gib(shown["fixed_bytes"] - shown["weight_bytes"]),
+            f"{shown['all_kv_tokens']:,}", f"{shown['most_requests']:,}", *cells,
             style="" if split["holds_one"] else "dim",
         )  # fmt: skip
     return table
 
 
 def _legend(record: dict[str, Any]) -> Iterator[str]:
-    most = max(record["concurrency"])
+    shown = f"Middle columns: at {shown_requests(record):,} at once"
     yield (
-        f"Middle columns: at {most:,} at once; requests: how many of {record['context']:,} tokens each have room. "
+        f"{shown}; requests: how many of {record['context']:,} tokens each have room. "
         "fits: all of them do. N each: tokens on average, if so many run at once; longer ones wait."
     )
     yield ""
@@ -126,16 +126,18 @@ def _left_out(record: dict[str, Any], whole: bool) -> Iterator[str]:
         yield ""
 
 
-def _memory_table(record: dict[str, Any], labels: Sequence[str], whole: bool) -> Table:
-    """Components of the picked splits, side by side."""
-    fits = [named(record, label)["concurrency"][-1] for label in labels]
+def _memory_table(record: dict[str, Any], picks: Sequence[dict[str, Any]], whole: bool) -> Table:
+    """Components of the picks side by side, each at the number of requests that it is for."""
+    columns_of = dict.fromkeys((pick["split"], pick["requests"]) for pick in picks)
+    labels = [f"{split}\n{requests:,} at once" for split, requests in columns_of]
+    fits = [at(named(record, split), requests) for split, requests in columns_of]
     names = list(dict.fromkeys((part["name"], part["kind"]) for one in fits for part in one["components"]))
     columns = ("component", "kind", *labels, *(("how it was counted",) if whole else ()))
     table = _table(*columns, title="GiB of the fullest GPU", right=labels)
     for name, kind in sorted(names, key=lambda pair: _KINDS.index(pair[1]) if pair[1] in _KINDS else len(_KINDS)):
         found = [next((part for part in one["components"] if part["name"] == name), None) for one in fits]
         cells = ["" if part is None else gib(part["bytes"]) for part in found]
-        detail = next(part["detail"] for part in found if part is not None)
+        detail = next(part["detail"] for part in reversed(found) if part is not None)
         table.add_row(name, kind, *cells, *((detail,) if whole else ()))
     kv = [one["kv_tokens"] * one["kv_bytes_per_token"] for one in fits]
     table.add_row("KV cache", "kv", *map(gib, kv), *(("what --mem-fraction-static leaves",) if whole else ()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,8 @@ def run(options: PlanOptions) -> int:
     Raises:
         ConfigError: a model, a GPU or a number that makes no sense. UnsupportedError: --plot without matplotlib.
     """
+    if options.plot is not None:
+        _require_picture(options.plot)  # before anything is printed
     shape = read_shape(options.model)
     found = _gpus(options)
     if options.l2:
@@ -44,15 +48,14 @@ def run(options: PlanOptions) -> int:
     )
     planned = plan(shape, request, found.count, options.nodes)
     made = record(planned, served_as(options.model))
-    if options.plot is not None:
-        _draw(made, options.plot)
     if options.json:
-        json.dump(made, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _say(json.dumps(made, indent=2))
     else:
         from sglang_sm120.plan.report import print_plan
 
-        print_plan(made, whole=options.all)
+        _write(lambda: print_plan(made, whole=options.all))
+    if options.plot is not None:
+        _draw(made, options.plot)  # last, so that a disk that is full takes nothing else with it
     return 0 if planned.latency is not None else NOTHING_FITS
 
 
@@ -80,15 +83,14 @@ def _l2(options: PlanOptions, shape: ModelShape, found: Detected) -> int:
     aside = most if options.l2_persist_bytes is None else options.l2_persist_bytes
     pins = l2.pinned(layers, aside, lambda weight: can_pin(shape, weight))
     if options.json:
-        json.dump(l2.record(shape.name, tp, gpu.l2_bytes, plans, pins), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _say(json.dumps(l2.record(shape.name, tp, gpu.l2_bytes, plans, pins), indent=2))
         return 0
     lines = [
         f"{shape.name}, TP{tp}, {gpu.title}: {gpu.l2_bytes >> 20} MB of L2, counted from the config",
         *(f"- {line}" for line in l2.describe(plans, pins)),
         "Off by default; --sm120-l2 prefetch, persist or both: docs/l2.md. `sglang-sm120 bench l2` measures the gain.",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    _say("\n".join(lines))
     return 0
 
 
@@ -98,7 +100,8 @@ def list_all() -> int:
     from sglang_sm120.plan.report import gib, print_catalogue
 
     p2p = {True: "yes", False: "no", None: "not known here"}
-    print_catalogue(entries(), [(gpu.name, gpu.title, gib(gpu.cuda_bytes), p2p[gpu.p2p], gpu.source) for gpu in GPUS])
+    gpus = [(gpu.name, gpu.title, gib(gpu.cuda_bytes), p2p[gpu.p2p], gpu.source) for gpu in GPUS]
+    _write(lambda: print_catalogue(entries(), gpus))
     return 0
 
 
@@ -149,6 +152,19 @@ def _mtp(options: PlanOptions, shape: ModelShape) -> bool:
     return options.mtp
 
 
+def _require_picture(path: str) -> None:
+    """Raises: ConfigError if no picture can be put there, UnsupportedError without matplotlib."""
+    from sglang_sm120.plan.plot import formats
+
+    known, file = formats(), Path(path)
+    if not path or file.is_dir():
+        raise _no_picture(path, "no file" if not path else "a folder")
+    if not file.parent.is_dir():
+        raise _no_picture(path, f"there is no folder {file.parent}")
+    if file.suffix.removeprefix(".").lower() not in known:
+        raise _no_picture(path, f"formats are {', '.join(known)}")
+
+
 def _draw(made: dict[str, object], path: str) -> None:
     from sglang_sm120.plan.plot import draw
 
@@ -157,8 +173,33 @@ def _draw(made: dict[str, object], path: str) -> None:
     except UnsupportedError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--plot {path} cannot be written ({error})",
-            "a file such as plan.png, in a folder that is there",
-            "name it",
-        ) from error
+        raise _no_picture(path, str(error)) from error
+
+
+def _no_picture(path: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"--plot {path!r} cannot be written ({why})", "a file such as plan.png, in a folder that is there", "name it"
+    )
+
+
+def _say(text: str) -> None:
+    _write(lambda: sys.stdout.write(text + "\n"))
+
+
+def _write(action: Callable[[], object]) -> None:
+    """Let something print to standard output.
+
+    Raises:
+        ConfigError: it cannot be written. A reader that has gone, as behind `| head`, has what it wanted.
+    """
+    try:
+        action()
+        sys.stdout.flush()
+    except SystemExit:
+        pass  # how rich says that the reader has gone
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says it again when it ends
+        if not isinstance(error, BrokenPipeError):
+            raise ConfigError(
+                f"the answer cannot be written ({error})", "room where the output goes", "send it elsewhere"
+            ) from error

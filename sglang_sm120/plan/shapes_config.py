@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_sm120.errors import ConfigError
-from sglang_sm120.plan.shapes_quantization import quantization_of
+from sglang_sm120.plan.shapes_quantization import quantization_of, text_config
 from sglang_sm120.plan.shapes_types import Attention, LinearAttention, ModelShape, Moe
 
 _LARGEST = {
@@ -17,6 +17,9 @@ _LARGEST = {
 }  # fmt: skip
 _LARGEST_OTHER = 1 << 24
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+UNSAID_CONTEXT = 32768
+"""Taken where a config does not say how long a request may be."""
 
 _FP32_ROUTERS = frozenset({"Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"})
 """Where SGLang keeps the router's weight in fp32."""
@@ -45,7 +48,7 @@ def shape_of(
     Raises:
         ConfigError: a size is missing, or no model has it.
     """
-    text = {**config, **(config["text_config"] if isinstance(config.get("text_config"), dict) else {})}
+    text = {**config, **text_config(config)}
     sizes = _Sizes(text, source)
     architecture = _architecture(config, source)
     layers = sizes.need("num_hidden_layers")
@@ -58,6 +61,8 @@ def shape_of(
         mtp = 0
     if architecture == "MiniMaxM2ForCausalLM" and text.get("use_mtp"):
         unknown.append("The MTP modules: SGLang 0.5.23 does not load MiniMax-M2's.")
+    if not sizes.have("max_position_embeddings"):
+        unknown.append(f"The longest context: the config has no max_position_embeddings, {UNSAID_CONTEXT:,} is taken.")
     quantization, notes = quantization_of(config, quant, layers=layers, has_moe=moe is not None)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in ("bfloat16", "float16"):
@@ -76,7 +81,7 @@ def shape_of(
         dense_intermediate_size=dense,
         mtp_layers=mtp,
         tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
-        max_context=sizes.have("max_position_embeddings") or 32768,
+        max_context=sizes.have("max_position_embeddings") or UNSAID_CONTEXT,
         dtype=dtype,
         quantization=quantization,
         unknown=(*unknown, *notes),
@@ -222,8 +227,7 @@ def _moe(sizes: _Sizes, architecture: str, layers: int) -> tuple[Moe | None, int
         raise sizes.refuse(f"{top_k} experts a token of {experts}", "no more experts a token than there are")
     dense = min(sizes.have("first_k_dense_replace"), layers)
     dense = max(dense, _of_mlp_type(sizes.config, "dense"))
-    only = sizes.config.get("mlp_only_layers")
-    dense = max(dense, len(only)) if isinstance(only, list) else dense
+    dense = max(dense, _layers_between(sizes, layers))
     shared = sizes.have("shared_expert_intermediate_size", "shared_intermediate_size")
     shared = shared or sizes.have("n_shared_experts") * inner
     bias = {
@@ -239,6 +243,20 @@ def _moe(sizes: _Sizes, architecture: str, layers: int) -> tuple[Moe | None, int
         expert_bias=architecture == "GptOssForCausalLM",
     )  # fmt: skip
     return moe, sizes.need("intermediate_size") if dense else 0
+
+
+def _layers_between(sizes: _Sizes, layers: int) -> int:
+    """Layers without experts, wherever they lie; counted as if they came first, which only pipeline stages can tell."""
+    each = sizes.config.get("moe_layer_freq")
+    if isinstance(each, list):  # one entry a layer, 0 without experts
+        return sum(1 for one in each[:layers] if one == 0)
+    first = sizes.have("first_k_dense_replace")
+    frequency, step = sizes.have("moe_layer_freq") or 1, sizes.have("decoder_sparse_step") or 1
+    only = sizes.config.get("mlp_only_layers")
+    listed = {one for one in only if isinstance(one, int)} if isinstance(only, list) else set()
+    return sum(
+        1 for layer in range(layers) if layer < first or layer % frequency or (layer + 1) % step or layer in listed
+    )
 
 
 def _of_mlp_type(config: dict[str, Any], kind: str) -> int:

@@ -8,6 +8,13 @@ from typing import Any
 
 from sglang_sm120.plan.shapes_types import Quantization
 
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a model that takes more than text has its language model's values; empty where it has no such place."""
+    return next((config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)), {})
+
 
 def quantization_of(
     config: dict[str, Any], quant: dict[str, Any] | None, *, layers: int, has_moe: bool
@@ -24,13 +31,13 @@ def quantization_of(
         The classes, and sentences on what could not be told.
     """
     declared = config.get("quantization_config")
-    text = config.get("text_config")
-    if not isinstance(declared, dict) and isinstance(text, dict):
-        declared = text.get("quantization_config")
+    if not isinstance(declared, dict):
+        declared = text_config(config).get("quantization_config", declared)
     legacy = (quant or {}).get("quantization")
     if not isinstance(declared, dict):
         if not isinstance(legacy, dict):
-            return Quantization(), []
+            odd = declared is not None or legacy is not None
+            return Quantization(), ["Its quantization_config is no object: all weights are counted in 2 bytes."] * odd
         declared = {"quant_method": "modelopt", "ignore": legacy.get("exclude_modules"), **legacy}
     method = str(declared.get("quant_method", "")).lower()
     readers: dict[str, Callable[[dict[str, Any], str], str | None]] = {
@@ -45,8 +52,10 @@ def quantization_of(
     kinds: dict[str, str] = {}
     notes: list[str] = []
     for part, names in _names(layers, has_moe).items():
-        found = [readers[method](declared, name) for name in names]
-        kinds[part] = "bf16" if None in found else str(found[0])  # a model has one of the spellings
+        found = [readers[method](declared, name) for name in names]  # a model has one of the names
+        if _is_mixed(declared):  # which lists what is quantised: a name that is not there says nothing
+            found = [kind for kind in found if kind] or [None]
+        kinds[part] = "bf16" if None in found else str(found[0])
     if any(kind.startswith("?") for kind in kinds.values()):
         notes.append(
             f"Its quantisation ({method}) has parts that are neither NVFP4, MXFP4 nor FP8; they are counted in 2 "
@@ -75,21 +84,33 @@ def _names(layers: int, has_moe: bool) -> dict[str, tuple[str, ...]]:
 def _method(method: str, declared: dict[str, Any]) -> str:
     if method.startswith("modelopt") or method == "nvfp4":
         algo = str(declared.get("quant_algo", "")).upper()
-        return "modelopt_mixed" if algo == "MIXED_PRECISION" else "modelopt_fp4" if "FP4" in algo else "modelopt_fp8"
+        return "modelopt_mixed" if _is_mixed(declared) else "modelopt_fp4" if "FP4" in algo else "modelopt_fp8"
     return method
 
 
 def _modelopt(declared: dict[str, Any], name: str) -> str | None:
-    algo = str(declared.get("quant_algo", "")).upper()
-    if algo == "MIXED_PRECISION":
-        layers = declared.get("quantized_layers")
-        one = layers.get(name) if isinstance(layers, dict) else None
-        algo = str(one.get("quant_algo", "")).upper() if isinstance(one, dict) else ""
-        if not algo:
-            return None
-    if _excluded(name, declared.get("ignore") or declared.get("exclude_modules")):
+    algo = _mixed_algo(declared, name) if _is_mixed(declared) else str(declared.get("quant_algo", "")).upper()
+    if algo is None or _excluded(name, declared.get("ignore") or declared.get("exclude_modules")):
         return None
+    if algo in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
+        return "fp8_block"
     return "nvfp4" if "NVFP4" in algo else "fp8" if algo.startswith("FP8") else f"?{algo}"
+
+
+def _is_mixed(declared: dict[str, Any]) -> bool:
+    return str(declared.get("quant_algo", "")).upper() == "MIXED_PRECISION"
+
+
+def _mixed_algo(declared: dict[str, Any], name: str) -> str | None:
+    """What MIXED_PRECISION lists for a module, or for one inside it; None if neither is listed."""
+    layers = declared.get("quantized_layers")
+    if not isinstance(layers, dict):
+        return None
+    spelt = _spellings(name)
+    inside = tuple(f"{one}." for one in spelt)
+    listed = next((layers[one] for one in spelt if one in layers), None)
+    listed = listed or next((info for key, info in layers.items() if key.startswith(inside)), None)
+    return str(listed.get("quant_algo", "")).upper() if isinstance(listed, dict) else None
 
 
 def _compressed(declared: dict[str, Any], name: str) -> str | None:
@@ -102,7 +123,8 @@ def _compressed(declared: dict[str, Any], name: str) -> str | None:
             ("Linear" in targets and name != "lm_head") or _excluded(name, targets)
         ):
             continue
-        weights = group.get("weights") or {}
+        weights = group.get("weights")
+        weights = weights if isinstance(weights, dict) else {}
         bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
         if bits == 4 and kind == "float" and size in (16, 32):
             return "nvfp4" if size == 16 else "mxfp4"
@@ -126,16 +148,27 @@ def _mxfp4(declared: dict[str, Any], name: str) -> str | None:
     return None
 
 
+def _spellings(name: str) -> tuple[str, ...]:
+    """A module's name, and where models that take more than text have it."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
 def _excluded(name: str, patterns: object) -> bool:
-    """Whether a module is left out: by its name or a parent's, * for anything; by an expression behind `re:`."""
+    """Whether a module is left out, as SGLang reads the list.
+
+    By its name or a parent's, * for anything; by one word of its name, such as `self_attn`; by an expression behind
+    `re:`.
+    """
     if not isinstance(patterns, list):
         return False
     for pattern in patterns:
         if not isinstance(pattern, str):
             continue
-        expression = pattern[3:] if pattern.startswith("re:") else re.escape(pattern).replace(r"\*", ".*") + r"(\..*)?$"
+        is_expression = pattern.startswith("re:")
+        expression = pattern[3:] if is_expression else re.escape(pattern).replace(r"\*", ".*") + r"(\..*)?$"
+        words = () if is_expression else name.split(".")
         try:
-            if re.match(expression, name):
+            if any(re.match(expression, one) for one in (*_spellings(name), *words)):
                 return True
         except re.error:
             continue

@@ -108,7 +108,11 @@ def _all(gpus: int, nodes: int) -> Iterator[Candidate]:
 
 def _is_modelopt_nvfp4(shape: ModelShape) -> bool:
     """Whether SGLang's MoE runner is flashinfer_cutlass for the server, whose rule on EP it is."""
-    return shape.quantization.experts == "nvfp4" and shape.quantization.method.startswith("modelopt")
+    return (
+        shape.moe is not None
+        and shape.quantization.experts == "nvfp4"
+        and shape.quantization.method.startswith("modelopt")
+    )
 
 
 def _order(candidate: Candidate) -> tuple[bool, int, int, int, int]:

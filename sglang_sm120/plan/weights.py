@@ -1,12 +1,13 @@
 """Bytes of weights on one GPU, by class of tensors, as SGLang 0.5.23 shards and keeps them.
 
-Sharded over all of TP: embedding, output head, dense MLPs, shared experts. Over attention TP, which is TP / attention
-DP: attention. Whole on every GPU: MLA's down projections, the indexer, routers, norms. Routed experts: E / EP of them,
-each with I * EP / TP of its intermediate size. A test builds SGLang's own models and compares tensor by tensor.
+Sharded over all of TP: output head, dense MLPs, shared experts. Over attention TP, which is TP / attention DP:
+attention, the embedding. Whole on every GPU: MLA's down projections, the indexer, routers, norms. Routed experts: E
+/ EP of them, each with I * EP / TP of its intermediate size. A test builds SGLang's own models and compares tensors.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -74,18 +75,30 @@ def padded_vocab(shape: ModelShape, tp: int) -> int:
     return _round_up(_round_up(shape.vocab_size, VOCAB_PADDING), tp)
 
 
+def embedding_width(shape: ModelShape, widths: Widths) -> int:
+    """Over how many GPUs the embedding is sharded: each attention group has its own, and Qwen3.5 then one a GPU."""
+    if widths.attention < widths.tp and shape.architecture.startswith("Qwen3_5"):
+        return 1
+    return widths.attention
+
+
 def stage_weights(shape: ModelShape, widths: Widths, first: int, end: int) -> Counter[str]:
     """Bytes of one GPU of the pipeline stage that has layers first <= layer < end.
 
     Returns:
         By class of tensors, for those that there are.
     """
+    return Counter(_stage_weights(shape, widths, first, end))
+
+
+@functools.lru_cache(maxsize=4096)  # a plan asks for the same stage at every number of requests, chunk and context
+def _stage_weights(shape: ModelShape, widths: Widths, first: int, end: int) -> Counter[str]:
     found: Counter[str] = Counter()
     rows = padded_vocab(shape, widths.tp) // widths.tp
-    vocab = BF16_BYTES * rows * shape.hidden_size
     last = end == shape.num_layers
     if first == 0:
-        found[EMBEDDING] += vocab
+        width = embedding_width(shape, widths)
+        found[EMBEDDING] += BF16_BYTES * padded_vocab(shape, width) // width * shape.hidden_size
     if last and not (shape.tie_word_embeddings and first == 0):
         found[LM_HEAD] += linear_bytes(rows, shape.hidden_size, shape.quantization.lm_head)
     if last:

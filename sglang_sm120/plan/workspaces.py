@@ -38,6 +38,14 @@ NUM_SMS = 188
 TRITON_KV_SPLITS = 8
 """SGLang's --triton-attention-num-kv-splits."""
 
+DRAFT_TOKENS = 4
+"""Tokens of a request that the model checks in one step when an MTP head drafts: SGLang's own choice where the command
+says none, three drafted and one behind them (its arg_groups/speculative_hook.py; a test compares)."""
+
+DRAFT_INDEX_ROWS = 12
+"""Rows of index buffers for one captured request then: four for the check, as much as one for its mask, three for the
+drafting steps, four for the head's own cache behind them (SGLang's layers/attention and speculative)."""
+
 MARGIN_SHARE, MARGIN_BYTES = 0.01, 512 * MIB
 """Fragmentation and what torch's allocator rounds up. A guess: one percent of the weights is what a public figure of
 loaded weights (57.06 GiB) is above the sum of their tensors, and half a GiB for what serving allocates."""
@@ -184,19 +192,32 @@ def logits_bytes(vocab: int, rows: int, tp: int) -> int:
     return rows * (2 * (vocab // tp) + (2 + 4 + 4) * vocab)
 
 
-def decode_buffer_bytes(shape: ModelShape, *, attention_tp: int, rows: int, context: int) -> int:
-    """What attention keeps for captured decode batches: an index a token of each row, and Triton's partial sums."""
-    indices = 4 * rows * context
-    attention = shape.attention
-    if attention.kind == "mla" or attention.sinks:
+def decode_buffer_bytes(shape: ModelShape, *, attention_tp: int, rows: int, context: int, mtp: bool = False) -> int:
+    """What attention keeps for captured decode batches: an index a token of each row, and Triton's partial sums.
+
+    Args:
+        shape: the model.
+        attention_tp: GPUs that attention is sharded over.
+        rows: requests of the largest captured batch.
+        context: tokens of a request.
+        mtp: whether an MTP head drafts, which checks several tokens of a request at once.
+    """
+    triton = _is_triton(shape)
+    indices = (8 if triton else 4) * rows * context * (DRAFT_INDEX_ROWS if mtp else 1)
+    if triton:
+        attention, tokens = shape.attention, rows * (DRAFT_TOKENS if mtp else 1)
         width = attention.kv_lora_rank or attention.v_head_dim
-        indices += 4 * rows * (attention.heads // attention_tp) * TRITON_KV_SPLITS * (width + 1)
+        indices += 4 * tokens * (attention.heads // attention_tp) * TRITON_KV_SPLITS * (width + 1)
     return indices
 
 
 def attention_workspace_bytes(shape: ModelShape) -> int:
     """FlashInfer's, where SGLang takes it on compute capability 12.x: not for MLA nor sinks, which Triton serves."""
-    return 0 if shape.attention.kind == "mla" or shape.attention.sinks else FLASHINFER_WORKSPACE_BYTES
+    return 0 if _is_triton(shape) else FLASHINFER_WORKSPACE_BYTES
+
+
+def _is_triton(shape: ModelShape) -> bool:
+    return shape.attention.kind == "mla" or shape.attention.sinks
 
 
 def graph_bytes(shape: ModelShape, *, rows: int, groups: int, chunk: int, pipelined: bool) -> int:

@@ -111,30 +111,45 @@ CASES = [
     Case("glm-5.2-nvfp4", 9, Split(8), "fp8_e4m3", args=_CUTLASS),
     Case("glm-4.5", 5, Split(8)),
     Case("glm-4.5", 5, Split(16), args=_CUTLASS, changes=_experts_only(3)),
+    Case("glm-4.5", 5, Split(8, dp_attention=4)),
     Case("glm-4.5-air", 5, Split(4, ep=4), "fp8_e4m3"),
     Case("deepseek-v3", 5, Split(8)),
     Case("deepseek-v3", 5, Split(8), draft_layers=1),
+    Case("deepseek-v3", 5, Split(8, dp_attention=2)),
     Case("deepseek-v3.2", 5, Split(8), "fp8_e4m3"),
     Case("kimi-k2", 5, Split(8), args=_CUTLASS, changes=_experts_only(1)),
     Case("qwen3-30b-a3b", 5, Split(2)),
     Case("qwen3-30b-a3b-nvfp4", 5, Split(8), args=_CUTLASS),
+    Case("qwen3-30b-a3b-nvfp4", 5, Split(8, ep=8, dp_attention=8), args=_CUTLASS),
+    Case("qwen3-235b-a22b", 5, Split(16, dp_attention=2)),
     Case("qwen3-235b-a22b", 5, Split(4, ep=4), args=_CUTLASS, changes=_experts_only(0)),
     Case("qwen3.5-397b-a17b", 8, Split(8), args=_HYBRID),
+    Case("qwen3.5-397b-a17b", 8, Split(8, dp_attention=4), args=_HYBRID),
     Case("qwen3.5-397b-a17b-nvfp4", 8, Split(4), args=(*_CUTLASS, *_HYBRID), changes=(_QWEN35_IGNORED,)),
     Case("minimax-m2", 5, Split(4)),
+    Case("minimax-m2", 5, Split(4, dp_attention=2)),
     Case("minimax-m2.7-nvfp4", 5, Split(8), args=_CUTLASS),
     # SGLang registers MXFP4 on a GPU only: its tensors are compared in BF16.
     Case("gpt-oss-20b", 4, Split(2), args=(("attention_backend", "triton"),), changes=(("quantization_config", None),)),
+    Case(
+        "gpt-oss-20b",
+        4,
+        Split(4, dp_attention=2),
+        args=(("attention_backend", "triton"),),
+        changes=(("quantization_config", None),),
+    ),
 ]
 
 
 # What SGLang refuses: sizes that do not divide, and parts that are not whole blocks of scales.
 REFUSED = [
     Case("minimax-m2", 3, Split(8)),
+    Case("minimax-m2", 3, Split(2), changes=(("head_dim", 64), ("rotary_dim", 32), ("num_key_value_heads", 2))),
     Case("deepseek-v3", 4, Split(32)),
     Case("glm-4.5-air", 3, Split(12)),
     Case("glm-4.5", 3, Split(36)),
     Case("qwen3.5-397b-a17b", 4, Split(32), args=_HYBRID),
+    Case("qwen3-30b-a3b", 3, Split(16), changes=(("num_experts", 8),)),
 ]
 
 

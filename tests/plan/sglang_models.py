@@ -40,6 +40,7 @@ def build(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.server_args import ServerArgs
@@ -56,6 +57,7 @@ def build(case: dict[str, Any]) -> dict[str, Any]:
         args.resolve_once()
         runtime_context.publish(args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
         groups(runtime_context.get_parallel(), case)
+        initialize_dp_attention_flags(args)  # else embeddings are built as without attention data parallelism
         runtime_context.override_platform(is_blackwell=True).install()
         initialize_moe_config()
         config = ModelConfig.from_server_args(args, **({"is_draft_model": True} if case["mtp"] else {}))

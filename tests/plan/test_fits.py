@@ -132,3 +132,11 @@ def test_more_context_or_requests_never_need_less(
 
     less, most = needed(small, requests), needed(large, requests + more_requests)
     assert less <= most
+
+
+@pytest.mark.parametrize("context", [1, 63, 64, 65])
+def test_a_request_takes_whole_pages(context: int) -> None:
+    """Sparse attention has pages of 64 tokens: 1,000 requests of one token take 64,000."""
+    found = fit(read_shape(GLM_5), Candidate(Split(tp=8)), replace(REQUEST, context=context), 1000)
+    assert found.needed_tokens == 1000 * (128 if context == 65 else 64)
+    assert found.most_requests == found.kv_tokens // (128 if context == 65 else 64)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from sglang_sm120 import options
+from sglang_sm120.plan import catalogue
 from sglang_sm120.plan.choose import Pick, Plan, plan
 from sglang_sm120.plan.fits import Request, fit
 from sglang_sm120.plan.gpus import find
 from sglang_sm120.plan.launch import _OWN_DRAFT, FIRST_NODE, INTERFACE, PLACEHOLDER, Launch, launch
 from sglang_sm120.plan.memory import Split
-from sglang_sm120.plan.shapes import read_shape
+from sglang_sm120.plan.shapes import ModelShape, read_shape
+from sglang_sm120.plan.shapes_config import shape_of
 from sglang_sm120.plan.splits import Candidate, candidates, obstacles
 
 GLM_5, QWEN = "glm-5-nvfp4", "qwen3-30b-a3b-nvfp4"
@@ -97,6 +99,9 @@ def test_every_node_has_its_command_and_ray_has_one() -> None:
         assert f"--node-rank {rank}" in text
         assert f"--dist-init-addr {FIRST_NODE}" in text
         assert f"NCCL_SOCKET_IFNAME={INTERFACE}" in text
+        flags = [word for word in made.argv(rank) if word.startswith("--")]
+        assert flags == [flag.name for flag in made.settings(rank)]
+        assert all(flag.reason for flag in made.settings(rank)), "a reason a flag, those of the node too"
     ray = made.ray()
     assert ray is not None
     words = [word for word in shlex.split(ray.replace("\\\n", " ")) if "=" not in word]
@@ -129,6 +134,33 @@ def test_flags_that_field_reports_ask_for() -> None:
     assert all(flag.reason and "\n" not in flag.reason for flag in (*glm.flags, *glm.environment))
 
 
+def nvfp4(model: str, **quantization: Any) -> ModelShape:
+    """A model of the catalogue with its routed experts in NVFP4 and all else in BF16."""
+    ignored = ["lm_head", "*self_attn*", "*shared_expert*", "model.layers.0.*"]
+    declared = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignored, **quantization}
+    config = {**catalogue.config_of(model), "quantization_config": declared}
+    return shape_of(config, name=model, source="a test")
+
+
+@pytest.mark.parametrize(("model", "fuses"), [("glm-4.7", True), ("deepseek-v3", True), ("minimax-m2", False)])
+def test_a_shared_expert_that_is_not_nvfp4_is_not_fused(model: str, fuses: bool) -> None:
+    """GLM-4's class in SGLang fuses whatever the shared expert is stored in."""
+    shape, candidate = nvfp4(model), Candidate(Split(tp=8))
+    made = launch("CHECKPOINT", shape, candidate, fit(shape, candidate, REQUEST, 1), REQUEST.gpu)
+    assert ("--disable-shared-experts-fusion" in made.argv()) is fuses
+    parse(made.argv())
+
+
+def test_mixed_precision_names_the_runner_that_stock_sglang_does_not_take_by_itself() -> None:
+    experts = {f"model.layers.{layer}.mlp.experts": {"quant_algo": "NVFP4"} for layer in range(48)}
+    shape = nvfp4("qwen3-30b-a3b", quant_algo="MIXED_PRECISION", quantized_layers=experts)
+    assert (shape.quantization.method, shape.quantization.experts) == ("modelopt_mixed", "nvfp4")
+    candidate = Candidate(Split(tp=2))
+    made = launch("CHECKPOINT", shape, candidate, fit(shape, candidate, REQUEST, 1), REQUEST.gpu)
+    assert parse(made.argv()).moe_runner_backend == "flashinfer_cutlass"
+    assert "--quantization" not in made.argv()
+
+
 def test_the_draft_of_an_mtp_head_is_named_where_sglang_does_not_know_it() -> None:
     """SGLang's own list, read from its source: these take the target's checkpoint by themselves."""
     import inspect
@@ -142,6 +174,13 @@ def test_the_draft_of_an_mtp_head_is_named_where_sglang_does_not_know_it() -> No
     made = launched(GLM_5, Candidate(Split(tp=8)), mtp=True)
     assert value(made, "--speculative-algorithm") == "EAGLE"
     assert "--speculative-draft-model-path" not in [flag.name for flag in made.flags]
+
+
+def test_the_state_of_linear_attention_is_sized_for_the_requests() -> None:
+    made = launched("qwen3.5-397b-a17b-nvfp4", Candidate(Split(tp=8, dp_attention=2)), 9)
+    args = parse(made.argv())
+    assert (args.max_running_requests, args.max_mamba_cache_size) == (10, 50)
+    assert "--max-mamba-cache-size" not in launched(GLM_5, Candidate(Split(tp=8))).argv()
 
 
 def test_attention_dp_is_spelt_as_0_5_23_does() -> None:

@@ -104,10 +104,10 @@ def test_glm_5_with_ep8_takes_the_fraction_that_is_suggested() -> None:
 
 
 def test_attention_dp_of_eight_replicates_attention() -> None:
-    """By hand: of q_b, kv_b, its absorbed copy and o seven more eighths are there; 78 layers in BF16."""
+    """By hand: seven more eighths of q_b, kv_b, its absorbed copy and o, 78 layers in BF16, and of the embedding."""
     sharded = 64 * 256 * 2048 + 2 * 64 * (192 + 256) * 512 + 6144 * 64 * 256
     more = weight_gib(GLM_5, Split(8, dp_attention=8)) - weight_gib(GLM_5, Split(8))
-    assert more == pytest.approx(78 * sharded * 7 / 8 * 2 / GIB, rel=1e-3)
+    assert more == pytest.approx((78 * sharded + 154880 * 6144) * 7 / 8 * 2 / GIB, rel=1e-3)
 
 
 # --- SGLang's own fraction ------------------------------------------------------------------------------------------
@@ -194,7 +194,26 @@ def test_linear_attention_shares_the_pool() -> None:
     tokens = kv_tokens(shape, Split(8), SERVING, PRO_6000, 0.9)
     before = PRO_6000 - (616 + 7 * 70) * MIB
     rest = before * 0.9 - weight_gib("qwen3.5-397b-a17b-nvfp4", Split(8)) * GIB
-    assert tokens * 15 * 2 * 256 * 2 == pytest.approx(rest / 1.9, rel=1e-3)
+    assert tokens * 15 * 2 * 256 * 2 == pytest.approx(rest / 1.9, rel=1e-3), "SGLang by itself"
+    few = replace(SERVING, concurrency=10)
+    states = (1 + 5 * 10) * by_hand
+    held = sum(part.bytes for part in fixed(shape, Split(8), few))
+    tokens = kv_tokens(shape, Split(8), few, PRO_6000)
+    assert tokens * 15 * 2 * 256 * 2 == pytest.approx(PRO_6000 - held, rel=5e-3), "the command sizes the states"
+    drafting = {part.name: part for part in fixed(shape, Split(8), replace(few, mtp=True))}
+    assert drafting["linear attention state"].bytes == states + 4 * (1 + 10) * by_hand
+
+
+def test_where_all_else_has_no_room_there_is_no_cache() -> None:
+    """Logits of 100,000 requests are larger than the GPU: little weights do not make room for a cache."""
+    shape = read_shape("qwen3-30b-a3b-nvfp4")
+    many = replace(SERVING, concurrency=100_000, context=1)
+    held = sum(part.bytes for part in fixed(shape, Split(8), many))
+    assert held > PRO_6000
+    assert kv_tokens(shape, Split(8), many, PRO_6000) == 0
+    for room in range(6):  # and just as little where there is hardly any
+        tokens = kv_tokens(shape, Split(8), many, held + room * GIB)
+        assert tokens * kv_bytes_per_token(shape, Split(8), many.kv_dtype) <= room * GIB
 
 
 # --- impossible splits ------------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ def test_sums_add_up(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             assert one["weight_bytes"] == sum(part["bytes"] for part in parts if part["kind"] == "weights")
             assert one["all_kv_tokens"] == one["kv_tokens"] * split["replicas"] * split["dp_attention"]
             assert one["fits"] == (one["why"] == "") == (one["kv_tokens"] >= one["needed_tokens"])
+            held = one["fixed_bytes"] + one["kv_tokens"] * one["kv_bytes_per_token"]
+            assert one["kv_tokens"] == 0 or held <= one["gpu_bytes"]
             assert all(part["detail"] for part in parts)
             seen += 1
     assert seen
@@ -139,3 +141,14 @@ def test_pictures_that_cannot_be_made(
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="matplotlib"):
         plot.draw(record, str(tmp_path / "plan.png"))
+
+
+def test_tables_show_a_pick_at_what_it_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """100,000 requests leave no cache, so both picks are for fewer, and that is what the columns are of."""
+    words = ("glm-5-nvfp4", "--nodes", "2", "--concurrency", "2,100000")
+    record = as_json(capsys, *words)
+    assert (record["latency"]["requests"], record["throughput"]["requests"]) == (2, 2)
+    _, text = planned(capsys, *words)
+    assert "Middle columns: at 2 at once" in text
+    (line,) = [line for line in text.splitlines() if line.split()[:1] == ["sum"]]
+    assert all(float(held) <= record["gpu"]["cuda_bytes"] / 2**30 + 0.05 for held in line.split()[1:])

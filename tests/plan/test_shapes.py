@@ -99,6 +99,25 @@ def test_an_mtp_head_without_tensors_does_not_count(tmp_path: Path) -> None:
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ("fp8_block", "fp8_block", "fp8_block", "bf16")),
         ({"quant_method": "mxfp4"}, ("mxfp4", "bf16", "bf16", "bf16")),
+        (  # models that take more than text name their parts so
+            {**MODELOPT, "ignore": ["language_model.lm_head", "model.language_model.layers.*.self_attn*"]},
+            ("nvfp4", "bf16", "nvfp4", "bf16"),
+        ),
+        (
+            {**MODELOPT, "ignore": ["lm_head", "language_model.model.layers.47.mlp.shared_experts*", "self_attn"]},
+            ("nvfp4", "bf16", "bf16", "bf16"),
+        ),
+        (
+            {
+                "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "model.language_model.layers.47.mlp.experts.0.gate_proj": {"quant_algo": "NVFP4"},
+                    "model.language_model.layers.47.self_attn.q_proj": {"quant_algo": "FP8"},
+                    "model.language_model.layers.47.mlp.shared_expert.gate_proj": {"quant_algo": "FP8_PB_WO"},
+                },
+            },
+            ("nvfp4", "fp8", "fp8_block", "bf16"),
+        ),
     ],
 )  # fmt: skip
 def test_what_is_quantised(declared: dict[str, Any], expected: tuple[str, ...]) -> None:
@@ -191,6 +210,41 @@ def test_an_unknown_architecture_is_counted_as_far_as_its_keys_go() -> None:
     parts = fixed(found, Split(2), Serving(4096, 4, 2048, "bfloat16", False, (1, 2), False, False))
     known = fixed(shape(), Split(2), Serving(4096, 4, 2048, "bfloat16", False, (1, 2), False, False))
     assert sum(part.bytes for part in parts) == pytest.approx(sum(part.bytes for part in known), rel=0.01)
+
+
+def test_a_model_that_takes_more_than_text_has_its_sizes_inside() -> None:
+    plain = shape(quantization_config={"quant_method": "fp8"})
+    inside = {key: value for key, value in MOE.items() if key != "architectures"}
+    for key in ("text_config", "llm_config", "language_config"):
+        nested = {
+            "architectures": MOE["architectures"],
+            key: {**inside, "quantization_config": {"quant_method": "fp8"}},
+        }
+        assert shape_of(nested, name="a-model", source="config.json") == plain
+
+
+def test_a_context_that_is_not_said_is_taken_and_said() -> None:
+    found = shape(max_position_embeddings=None)
+    assert found.max_context == 32768
+    assert any("longest context" in said for said in found.unknown)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({"decoder_sparse_step": 2}, 24),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, 25),
+        ({"mlp_only_layers": [3, 4, 100]}, 2),
+        ({"moe_layer_freq": 2}, 24),
+        ({"moe_layer_freq": 1, "first_k_dense_replace": 3}, 3),
+        ({"moe_layer_freq": [0, 0, *[1] * 46]}, 2),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 47]}, 1),
+    ],
+)
+def test_layers_without_experts(changes: dict[str, Any], dense: int) -> None:
+    found = shape(**changes)
+    assert found.moe is not None
+    assert (found.moe.first_dense_layers, found.dense_intermediate_size) == (dense, 6144)
 
 
 def test_known_architectures_are_sglangs() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -117,4 +121,31 @@ def test_index_buffers_grow_with_context_and_rows() -> None:
     shape = read_shape("glm-5")
     assert workspaces.decode_buffer_bytes(shape, attention_tp=8, rows=10, context=1000) == 4 * 10 * 1000
     triton = workspaces.decode_buffer_bytes(read_shape("deepseek-v3"), attention_tp=8, rows=10, context=1000)
-    assert triton == 4 * 10 * 1000 + 4 * 10 * 16 * 8 * 513
+    assert triton == 8 * 10 * 1000 + 4 * 10 * 16 * 8 * 513
+    drafting = workspaces.decode_buffer_bytes(shape, attention_tp=8, rows=10, context=1000, mtp=True)
+    assert drafting == 4 * 10 * 12 * 1000
+    drafting = workspaces.decode_buffer_bytes(
+        read_shape("deepseek-v3"), attention_tp=8, rows=10, context=1000, mtp=True
+    )
+    assert drafting == 8 * 10 * 12 * 1000 + 4 * 40 * 16 * 8 * 513
+
+
+@pytest.mark.parametrize(("file", "dtype"), [("triton_backend", "int64"), ("flashinfer_backend", "int32")])
+def test_an_index_is_as_wide_as_in_sglangs_source(file: str, dtype: str) -> None:
+    import sglang.srt
+
+    source = (Path(next(iter(sglang.srt.__path__))) / "layers" / "attention" / f"{file}.py").read_text()
+    made = re.findall(r"cuda_graph_kv_indices = torch\.zeros\((.*?)dtype=torch\.(\w+)", source, re.DOTALL)
+    assert [found for _, found in made] == [dtype] * 2, "of decoding, and of drafting"
+    assert "max_num_tokens * self.max_context_len" in made[0][0]
+    assert "speculative_num_steps, kv_indices_width" in made[1][0]
+
+
+@pytest.mark.parametrize("model", ["glm-5", "glm-4.5", "deepseek-v3", "qwen3.5-397b-a17b"])
+def test_as_many_tokens_are_checked_as_sglang_drafts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import speculative_hook
+
+    view = SimpleNamespace(speculative_algorithm="EAGLE")
+    monkeypatch.setattr(speculative_hook, "resolving_view", lambda args: view)
+    steps, topk, tokens = speculative_hook._auto_choose_speculative_params(None, read_shape(model).architecture)
+    assert (steps, topk, tokens) == (workspaces.DRAFT_TOKENS - 1, 1, workspaces.DRAFT_TOKENS)
