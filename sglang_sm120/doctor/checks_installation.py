@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from sglang_sm120.doctor.check import Check, listed
@@ -39,10 +40,13 @@ def _entry_point(facts: Facts) -> Iterator[Finding]:
 
 def _selected(facts: Facts) -> Iterator[Finding]:
     plugins = facts.environ.get("SGLANG_PLUGINS", "")
-    if plugins and "sm120" not in [name.strip() for name in plugins.split(",")]:
+    # As SGLang reads it: what is not empty restricts, so that a lone comma or blank leaves out every plugin.
+    names = [name.strip() for name in plugins.split(",") if name.strip()]
+    if plugins and "sm120" not in names:
+        wanted = shlex.quote(",".join([*dict.fromkeys(names), "sm120"]))
         yield Finding(
             "fail", "SGLANG_PLUGINS", f"{plugins!r} leaves out sm120, so SGLang does not know our flags",
-            fix=f"set SGLANG_PLUGINS={plugins},sm120, or unset it",
+            fix=f"set SGLANG_PLUGINS={wanted}, or unset it",
         )  # fmt: skip
     platform = facts.environ.get("SGLANG_PLATFORM", "")
     if platform == "sm120" and flag_given("sm120_emulate", (), facts.environ):
@@ -50,6 +54,15 @@ def _selected(facts: Facts) -> Iterator[Finding]:
     if platform:
         reason = "that platform is for emulation" if platform == "sm120" else "SGLang then loads none of our plugins"
         yield Finding("fail", "SGLANG_PLATFORM", f"{platform!r}: {reason}", fix="unset SGLANG_PLATFORM")
+
+
+def _readable(facts: Facts) -> Iterator[Finding]:
+    """What other packages' damage kept doctor from reading; the checks that need it are silent."""
+    for name, error in facts.python.get("unreadable", {}).items():
+        yield Finding(
+            "warn", "damaged installation", f"{name}: {error}", "packages that can be read",
+            "`pip check`, and install anew what the error names",
+        )  # fmt: skip
 
 
 def _hooks(facts: Facts) -> Iterator[Finding]:
@@ -150,6 +163,7 @@ CHECKS = (
     Check("installation.sglang", _sglang, quick=True),
     Check("installation.entry-point", _entry_point, quick=True),
     Check("installation.selected", _selected, quick=True),
+    Check("installation.readable", _readable, quick=True),
     Check("installation.hooks", _hooks),
     Check("installation.options", _options),
     Check("installation.pins", _pins, quick=True),

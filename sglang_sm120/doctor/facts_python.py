@@ -7,9 +7,8 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +31,61 @@ def gather(environ: Mapping[str, str], *, quick: bool) -> dict[str, Any]:
         version; packages: name -> versions, more than one where two are installed; entry_points; pins: what SGLang asks
         for exactly; b12x_owners: distributions whose list of files has the package b12x; mscclpp: whether it is there;
         and unless quick: sglang_tree, hook_problems; archs: distribution -> names of architectures; tools: name -> path
-        of it; jit_cache.
+        of it; jit_cache. unreadable: part -> why, of those that are left empty since reading them failed.
     """
-    packages, owners = _packages()
+    unreadable: dict[str, str] = {}
+
+    def part(name: str, read: Callable[[], Any], default: Any) -> Any:
+        """Other people's packages and import hooks are asked, and one that is damaged raises anything."""
+        try:
+            return read()
+        except Exception as error:
+            unreadable[name] = f"{type(error).__name__}: {error}"
+            return default
+
+    packages, owners = part("packages", _packages, ({}, []))
     facts: dict[str, Any] = {
         "version": platform.python_version(),
         "packages": packages,
-        "entry_points": [ep.value for ep in metadata.entry_points(group="sglang.srt.plugins") if ep.name == "sm120"],
-        "pins": dict(_pins()),
+        "entry_points": part("entry points", _entry_points, []),
+        "pins": part("requirements of SGLang", lambda: dict(_pins()), {}),
         "b12x_owners": owners,
-        "mscclpp": _spec("mscclpp") is not None,
+        "mscclpp": part("mscclpp", lambda: importlib.util.find_spec("mscclpp") is not None, False),
     }
     if not quick:
-        facts |= _hooks(packages)
-        facts |= {"archs": _all_archs(packages), "tools": _tools(environ), "jit_cache": _jit_cache(environ)}
+        facts |= part("source of SGLang", lambda: _hooks(packages), {})
+        facts["archs"] = part("compiled code", lambda: _all_archs(packages), {})
+        facts["tools"] = part("compilers", lambda: _tools(environ), {})
+        facts["jit_cache"] = part("FlashInfer's cache", lambda: _jit_cache(environ), [])
+    if unreadable:
+        facts["unreadable"] = unreadable
     return facts
+
+
+def _entry_points() -> list[str]:
+    return [point.value for point in metadata.entry_points(group="sglang.srt.plugins") if point.name == "sm120"]
 
 
 def sglang_tree() -> Path | None:
     """The folder of the installed package `sglang`, found without importing it."""
-    spec = _spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+    return next((Path(folder) for folder in _folders("sglang")), None)
 
 
-def _spec(package: str) -> ModuleSpec | None:
-    """Where a package would be imported from; None also where finding it fails, as a broken import hook lets it."""
+def _folders(package: str) -> Iterator[str]:
+    """The folders of a package, or of one inside it such as "nvidia.cu13"; none where finding them fails.
+
+    Nothing is imported: Python's own search for a name with a dot imports what is before it, and that may do anything.
+    """
+    first, *rest = package.split(".")
     try:
-        return importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
+        spec = importlib.util.find_spec(first)
+        roots = [str(root) for root in (spec.submodule_search_locations if spec else None) or ()]
+    except Exception:  # a broken import hook; a namespace package asks the hooks again
+        return
+    for root in roots:
+        folder = os.path.join(root, *rest)
+        if os.path.isdir(folder):
+            yield folder
 
 
 def normal(name: str) -> str:
@@ -94,7 +117,7 @@ def _packages() -> tuple[dict[str, list[str]], list[str]]:
     for distribution in metadata.distributions():
         try:
             name, version = normal(distribution.metadata["Name"] or ""), distribution.version
-        except (KeyError, TypeError, ValueError, OSError):  # damaged metadata
+        except Exception:  # damaged metadata
             continue
         if not name or not _SHOWN.match(name) or version in found.get(name, ()):
             continue  # an editable installation is listed twice
@@ -170,8 +193,7 @@ def _tools(environ: Mapping[str, str]) -> dict[str, str]:
         if home and os.path.exists(library):
             paths.setdefault("libcudart", library)
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):  # pip's compiler, which CUDA_HOME may point to
-        spec = _spec(package)
-        for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for root in _folders(package):
             if os.path.exists(f"{root}/bin/nvcc"):
                 paths.setdefault("pip_cuda_home", root)
     return {name: path for name, path in paths.items() if path}

@@ -6,6 +6,7 @@ a machine that is far away can be made again, and its texts read by people.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglang_sm120.doctor import facts_profiles, facts_python, redact
+from sglang_sm120.doctor import facts_profiles, facts_python, recording_format, redact
 from sglang_sm120.kernels.communication.p2p_probe.environment import Files, Reader
 
 ENVIRONMENT = (
@@ -117,8 +118,9 @@ class ThisMachine(Files):
 
     def profiles(self, gpus: Sequence[Mapping[str, Any]], driver: str) -> list[dict[str, str]]:
         try:
-            return facts_profiles.read(gpus, driver)
-        except (OSError, RuntimeError) as error:  # a folder that may not be read; a user without a home
+            with contextlib.redirect_stdout(sys.stderr):  # what torch imports may print, and --json is one object
+                return facts_profiles.read(gpus, driver)
+        except Exception as error:  # a folder that may not be read; a user without a home; a damaged package
             return [{"kind": "MoE", "path": "", "state": "unreadable", "detail": str(error)}]
 
 
@@ -226,22 +228,18 @@ class Recording:
     """A machine as it was recorded in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        rest = json.loads((folder / "machine.json").read_text())
-        self.environ: Mapping[str, str] = dict(rest["environ"])
-        self._folder = folder
-        self._rest = rest
-        self._files: dict[str, str] = {}
-        path = ""
-        for line in (folder / "files.txt").read_text().splitlines():
-            if line.startswith("=== "):
-                path = line[4:]
-                self._files[path] = ""
-            else:
-                self._files[path] += line + "\n"
+        """Reads all of it, so that a damaged one is known at once.
+
+        Raises:
+            OSError, ValueError: a file is missing, unreadable, or not as `Recorder` writes it.
+        """
+        self._rest = recording_format.read_rest(folder)
+        self._files = recording_format.read_files(folder)
+        self._texts = recording_format.read_texts(folder, COMMANDS)
+        self.environ: Mapping[str, str] = self._rest["environ"]
 
     def run(self, name: str) -> Output:
-        file = self._folder / f"{name}.txt"
-        text = file.read_text() if file.exists() else ""
+        text = self._texts.get(name, "")
         default = ["ok" if text else "missing", 0]
         state, code = self._rest.get("states", {}).get(name, default)
         return Output(state, text, code)

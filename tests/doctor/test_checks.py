@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -40,17 +41,27 @@ def test_the_tree_is_the_one_that_would_be_imported() -> None:
     assert str(sglang_tree()) == next(iter(sglang.__path__))
 
 
-@pytest.mark.parametrize("value", ["", "smg", "sm120", "smg, sm120", "smg,sm120x", "SM120", ","])
+@pytest.mark.parametrize("value", [
+        "", "smg", "sm120", "smg, sm120", "smg,sm120x", "SM120", ",", " ", " , ", "smg,", ",smg,,", " sm120 ", "sm120,",
+        "sm120;smg", "smg sm120", "'sm120'", "\tsm120\n", "smg,smg",
+    ],
+)  # fmt: skip
 def test_plugins_that_leave_us_out(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against SGLang's own reading of the variable."""
     plugins = pytest.importorskip("sglang.srt.plugins")
+    given = with_environ(SGLANG_PLUGINS=value)
     monkeypatch.setenv("SGLANG_PLUGINS", value)
     loaded = "sm120" in plugins.load_plugins_by_group("sglang.srt.plugins")
-    found = errors(with_environ(SGLANG_PLUGINS=value))
+    found = errors(given)
     assert set(found) == (set() if loaded else {"SGLANG_PLUGINS"})
     if not loaded:
         assert repr(value) in found["SGLANG_PLUGINS"].found
-        assert f"set SGLANG_PLUGINS={value},sm120" in found["SGLANG_PLUGINS"].fix
+        words = shlex.split(found["SGLANG_PLUGINS"].fix.removesuffix(", or unset it"))  # as a shell reads it
+        name, _, advised = words[-1].partition("=")
+        monkeypatch.setenv(name, advised)
+        assert "sm120" in plugins.load_plugins_by_group("sglang.srt.plugins"), "the advice helps"
+        names = {word.strip() for word in value.split(",") if word.strip()}
+        assert set(advised.split(",")) == {*names, "sm120"}
 
 
 def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
