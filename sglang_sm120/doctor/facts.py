@@ -23,7 +23,7 @@ class Host:
     """The host's own resources, in bytes; None where they are not known.
 
     files_hard, locked: hard limits of this process; -1 is none. nodes: NUMA nodes with memory, with their
-    bytes. container: this process is in one.
+    bytes. container: this process is in one. virtual: this is a virtual machine, which sees buses of its own.
     """
 
     memory: int | None = None
@@ -34,6 +34,7 @@ class Host:
     locked: int | None = None
     nodes: tuple[tuple[int, int], ...] = ()
     container: bool = False
+    virtual: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def gather(machine: Machine, *, quick: bool = False) -> Facts:
     bus = read_environment(ids, reader=machine)
     lspci = machine.run("lspci")
     bridges = facts_pci.read_bridges(lspci.text, ids) if lspci.ok else ()
-    redirecting = tuple(bridge.bus_id for bridge in bridges if bridge.redirects)
+    redirecting = facts_pci.redirecting(bridges, ids)
     if redirecting and not bus.acs_bridges:  # lspci as root sees what the files show to root alone
         bus = replace(bus, acs_bridges=redirecting)
     torch = _torch(machine)
@@ -108,7 +109,7 @@ def gather(machine: Machine, *, quick: bool = False) -> Facts:
         pci_gpus=on_bus,
         bus=bus,
         bridges=bridges,
-        lspci=facts_pci.access(lspci.text) if lspci.ok else lspci.state,
+        lspci=facts_pci.access(lspci.text, ids) if lspci.ok else lspci.state,
         module=_module(machine),
         host=_host(machine),
         python=machine.python(),
@@ -146,6 +147,8 @@ def _host(machine: Machine) -> Host:
         container=bool(machine.text("/run/.containerenv") or re.search(r"docker|kubepods|containerd|lxc", groups))
         or any(machine.real(path) for path in _IN_CONTAINERS)
         or bool(machine.environ.get("NVIDIA_VISIBLE_DEVICES")),
+        # Set by hypervisors on x86 (CPUID leaf 1, ECX bit 31), for their guests alone.
+        virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", machine.text("/proc/cpuinfo"), re.MULTILINE)),
     )
 
 

@@ -206,6 +206,8 @@ class Recorder:
         for path, text in sorted(self.files.items()):
             if path == "/proc/cmdline":
                 text = redact.kernel_arguments(text)
+            if path == "/proc/cpuinfo":
+                text = text.partition("\n\n")[0]  # of one processor: there may be hundreds
             if text:
                 lines += [f"=== {path}", text.rstrip("\n")]
         parts["files.txt"] = "\n".join(lines) + "\n"

@@ -86,8 +86,9 @@ def test_nothing_private_is_in_a_report(tmp_path: Path, capsys: pytest.CaptureFi
     left = {kind for kind, secret in PLANTED.items() if secret.lower() in text.lower()}
     assert not left
     for needed in (
-        "ACS: on ports of switches", "580.95.05", "0000:82:00.0", "=== /proc/driver/nvidia/version", "ReqRedir+",
-        "RTX PRO 6000", "[home]/site-packages/sglang", "sglang-kernel", "amd_iommu=off",
+        "ACS: it redirects on ports of switches", "580.95.05", "0000:82:00.0",
+        "=== /proc/driver/nvidia/version", "ReqRedir+", "RTX PRO 6000",
+        "[home]/site-packages/sglang", "sglang-kernel", "amd_iommu=off",
     ):  # fmt: skip
         assert needed in text
     assert "look it over" in capsys.readouterr().err

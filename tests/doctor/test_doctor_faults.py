@@ -11,7 +11,7 @@ from recorded_machines import bad, facts_of, of, with_gpus, with_python
 
 from sglang_sm120.doctor.facts import Facts, Torch
 from sglang_sm120.doctor.facts_gpus import Driver
-from sglang_sm120.doctor.facts_pci import Bridge, PciGpu
+from sglang_sm120.doctor.facts_pci import PciGpu
 
 
 def driver(**changes: Any) -> Callable[[Facts], Facts]:
@@ -138,13 +138,6 @@ def test_blackwell_under_the_proprietary_modules() -> None:
     facts = replace(facts_of(), driver=Driver("failed", "No devices were found"), module=module)
     (found,) = of(facts, "gpu.driver")
     assert "open kernel modules" in found.fix
-
-
-def test_acs_on_root_ports_alone_is_a_note() -> None:
-    """GPUs on ports of their own meet at the root anyway."""
-    root = Bridge("0000:00:01.1", "Root Port", True, ("0000:05:00.0",))
-    facts = replace(bus(acs_bridges=("0000:00:01.1",))(facts_of()), bridges=(root,))
-    assert [finding.level for finding in of(facts, "bus.acs")] == ["note"]
 
 
 def test_one_gpu_needs_no_peers() -> None:
