@@ -95,7 +95,11 @@ def _kind(facts: Facts) -> Iterator[Finding]:
         others = [gpu for gpu in gpus if not gpu.is_sm120]
         if others:
             names_of = ", ".join(dict.fromkeys(f"{gpu.name}{_capability(gpu)}" for gpu in others))
-            fix = _EMULATE if len(others) == len(gpus) else f"CUDA_VISIBLE_DEVICES={_sm120(gpus)} leaves them out"
+            fix = (
+                _EMULATE
+                if len(others) == len(gpus)
+                else (f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={_sm120(gpus)} leaves them out")
+            )
             yield Finding("warn", "GPU", f"not SM120: {names_of}", "compute capability 12.x", fix)
         if len({(gpu.name, gpu.memory_mib) for gpu in gpus}) > 1:
             names_of = ", ".join(f"GPU {gpu.index} {gpu.name} ({(gpu.memory_mib or 0) >> 10} GiB)" for gpu in gpus)

@@ -53,9 +53,12 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if host.memory is None or host.available is None:
         return
     nodes = f" on {len(host.nodes)} NUMA nodes" if len(host.nodes) > 1 else ""
-    found = f"{_gib(host.available)} available of {_gib(host.memory)}{nodes}"
+    within = " that the control group of this process allows" if host.limit is not None else nodes
+    found = f"{_gib(host.available)} available of {_gib(host.memory)}{within}"
     if host.available * 10 < host.memory:
         fix = "end what holds it: ps aux --sort=-rss | head"
+        if host.limit is not None:
+            fix += "\nraise the limit: docker run --memory, MemoryMax= of the service, or what the job asked for"
         yield Finding("warn", "memory", found, "room to load the weights through", fix)
     else:
         yield Finding("ok", "memory", found)
@@ -92,6 +95,14 @@ def _visible(facts: Facts) -> Iterator[Finding]:
         yield Finding("fail", "CUDA_VISIBLE_DEVICES", found, f"0 to {count - 1}", "set it anew")
     elif len(numbers) == len(words):
         yield Finding("ok", "CUDA_VISIBLE_DEVICES", f"{given}: {len(words)} of {count} GPUs")
+        order = facts.environ.get("CUDA_DEVICE_ORDER", "")
+        if order != "PCI_BUS_ID" and len(words) < count and len({gpu.name for gpu in facts.driver.gpus}) > 1:
+            yield Finding(
+                "note", "CUDA_VISIBLE_DEVICES",
+                f"{given} counts as CUDA does, the fastest GPU first; nvidia-smi, and what is said here of GPUs by "
+                "number, counts along the PCI bus: with cards of several models these may be other GPUs",
+                "numbers that mean the same to both", "export CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by their UUID",
+            )  # fmt: skip
 
 
 # Variable, the values that matter (None: any), level, what they do, what to do.

@@ -127,8 +127,8 @@ def _write(args: argparse.Namespace, findings: list[Finding], recorder: Recorder
     identity = redact.Identity.of_this_machine()
     parts = recorder.sections()
     if args.report:
-        key = "report"
-        text = redact.redact_all({key: report.bug_report(findings, parts)}, identity)[key]
+        shown = redact.redact_all({"": report.head(findings), **parts}, identity)
+        text = report.bug_report(shown.pop(""), shown)
         output.write_file("--report", Path(args.report), text, force=args.force)
         print(f"wrote {args.report}; look it over before you attach it", file=sys.stderr)
     if args.record:

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_sm120.doctor import facts_pci
+from sglang_sm120.doctor import facts_cgroup, facts_pci
 from sglang_sm120.doctor.facts_gpus import Driver, read_driver
 from sglang_sm120.doctor.machine import COMMANDS, Machine
 from sglang_sm120.kernels.communication.p2p_probe.environment import Environment, read_environment
 
-_IN_CONTAINERS = ("/.dockerenv", "/run/systemd/container", "/var/run/secrets/kubernetes.io")
+_IN_CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container", "/var/run/secrets/kubernetes.io")
 """With cgroups of version 2 a container no longer shows in /proc/1/cgroup."""
 
 
@@ -22,12 +22,14 @@ _IN_CONTAINERS = ("/.dockerenv", "/run/systemd/container", "/var/run/secrets/kub
 class Host:
     """The host's own resources, in bytes; None where they are not known.
 
-    files_hard, locked: hard limits of this process; -1 is none. nodes: NUMA nodes with memory, with their
-    bytes. container: this process is in one. virtual: this is a virtual machine, which sees buses of its own.
+    memory, available: within the limit of the process's control groups; limit: that, where it is lower than the
+    machine's memory. files_hard, locked: hard limits of this process; -1 is none. nodes: NUMA nodes with memory, with
+    their bytes. container: this process is in one. virtual: this is a virtual machine, which sees buses of its own.
     """
 
     memory: int | None = None
     available: int | None = None
+    limit: int | None = None
     shared: int | None = None
     shared_free: int | None = None
     files_hard: int | None = None
@@ -136,9 +138,14 @@ def _host(machine: Machine) -> Host:
             if total and int(total[1]):
                 nodes.append((int(number[1]), int(total[1]) << 10))
     groups = machine.text("/proc/1/cgroup")
+    whole, available = memory.get("MemTotal"), memory.get("MemAvailable")
+    limited = facts_cgroup.memory_limit(machine, whole) if whole else None
+    if limited is not None:
+        whole, available = limited[0], min(limited[1], limited[1] if available is None else available)
     return Host(
-        memory=memory.get("MemTotal"),
-        available=memory.get("MemAvailable"),
+        memory=whole,
+        available=available,
+        limit=limited[0] if limited else None,
         shared=shared[0] if shared else None,
         shared_free=shared[1] if shared else None,
         files_hard=_hard_limit(limits, "Max open files"),

@@ -94,15 +94,16 @@ def show(findings: Sequence[Finding], console: Console, *, fix_hints: bool) -> N
     console.print(summary(findings), highlight=False)
 
 
-def bug_report(findings: Sequence[Finding], parts: dict[str, str]) -> str:
-    """Findings, then every text that they were made from. Still to be redacted.
+def head(findings: Sequence[Finding]) -> str:
+    """What a bug report begins with: versions and findings, still to be redacted."""
+    versions = f"sglang-sm120 {__version__} doctor, Python {platform.python_version()}, {platform.platform()}"
+    return f"{versions}\n\n{plain(findings, fix_hints=True)}"
+
+
+def bug_report(head: str, parts: dict[str, str]) -> str:
+    """Findings, then every text that they were made from; all of it redacted.
 
     Args:
-        findings: worst first.
         parts: name -> text, as a recording has them.
     """
-    head = f"sglang-sm120 {__version__} doctor, Python {platform.python_version()}, {platform.platform()}\n"
-    sections = [head, plain(findings, fix_hints=True)]
-    for name, text in sorted(parts.items()):
-        sections.append(f"----- {name} -----\n{text.rstrip()}\n")
-    return "\n".join(sections)
+    return "\n".join([head, *(f"----- {name} -----\n{text.rstrip()}\n" for name, text in sorted(parts.items()))])
