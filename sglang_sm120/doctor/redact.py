@@ -165,6 +165,7 @@ def _host(match: re.Match[str]) -> str:
 
 _IPV6_START = r"(?:(?<![\w:.])|(?<=[g-z]:))"  # also behind "addr:", not inside of C++ names
 _Blank = str | Callable[[re.Match[str]], str]
+# Each looks a bounded way ahead: a text may have words of any length.
 _TEXTS: tuple[tuple[str, _Blank], ...] = (
     (r"(<process_name>)([^<]+)", _program),
     (r"(?m:^)(\d+:[\w,=]*:)(/.*)", lambda match: match[1] + redact_paths.cgroup(match[2])),
@@ -179,7 +180,7 @@ _TEXTS: tuple[tuple[str, _Blank], ...] = (
         r"(?:\s*[=:]\s*|(?<=key)\s+|(?<=token)\s+(?=\S*\d))[\"']?)(?![\[\s])[^\s\"',;<>]+",
         r"\1[...]",
     ),
-    (r"(?<![\w\]])[^\s/:@\"'<>()\[\]]+:[^\s/@\"'<>]+@[\w.-]*(?::\d+)?", "[mail]"),
+    (r"(?<![\w\]])[^\s/:@\"'<>()\[\]]{1,64}:[^\s/@\"'<>]{1,128}@[\w.-]*(?::\d+)?", "[mail]"),
     (r"\b(?:MIG-)?(?:GPU|MIG|GI|CI)-[0-9a-f]{2,}(?:-[0-9a-f]*)*(?![\w-])(?:/\d+/\d+)?", "[uuid]"),
     (r"(?<![0-9a-f])[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}(?![0-9a-f])", "[uuid]"),  # "_": of a pod
     (r"(Device Serial Number:? )[0-9a-f]{2}(?:-[0-9a-f]{2}){7}", r"\1[serial]"),
@@ -192,7 +193,7 @@ _TEXTS: tuple[tuple[str, _Blank], ...] = (
     ),
     (r"\b(enx)[0-9a-f]{12}\b", r"\1[mac]"),
     (r"(?<![\w.])[0-9a-f]{4}(?:\.[0-9a-f]{4}){2}(?![\w.])", "[mac]"),
-    (r"[0-9a-f:]*:(?:[0-9a-f]{1,4}:)*(?<!\d)\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)", "[ip]"),
+    (r"(?<![0-9a-f:])[0-9a-f:]{0,40}:(?:[0-9a-f]{1,4}:)*(?<!\d)\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)", "[ip]"),
     (_IPV6_START + r"(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}(?!\w|:\w)", "[ip]"),
     # A double colon needs groups on one side, so C++ names such as torch::cuda stay; PCI addresses have none.
     (
@@ -201,7 +202,7 @@ _TEXTS: tuple[tuple[str, _Blank], ...] = (
     ),
     (r"(?<!\d)(?<!\d\.)\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)", "[ip]"),
     # Of another host than this one: who built the kernel module stands in /proc/driver/nvidia/version.
-    (r"[\w.+-]+@[\w-]+(?:\.[\w-]+)*", "[mail]"),
+    (r"[\w.+-]{1,64}@[\w-]+(?:\.[\w-]+)*", "[mail]"),
     (r"://(?!(?:[\w-]+\.)*(?:nvidia|pytorch|github)\.(?:com|org)(?![\w.@:-]))[^\s\"'<>\\]+", "://[...]"),
     (
         rf"(?<![\w.@/-])(?=[\d.-]*[a-z])(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+(?:{TOP_LEVEL})(?![\w-]|\.\w)",

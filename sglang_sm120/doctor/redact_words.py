@@ -45,7 +45,7 @@ TOKENS = (
     r"\beyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]+)?",
     r"\bpypi-[\w-]{16,}",
     r"\bdckr_pat_[\w-]{8,}",
-    r"-----BEGIN [A-Z ]*KEY-----(?:[\s\S]*?-----END [A-Z ]*KEY-----)?",
+    r"-----BEGIN [A-Z ]*KEY-----(?:[\s\S]{0,8000}?-----END [A-Z ]*KEY-----)?",
 )
 """Patterns of keys as their makers shape them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -213,6 +214,19 @@ def test_a_program_that_one_part_names_is_blanked_in_all() -> None:
         "q": "<process_name>[program]</process_name><process_name>python3</process_name>",
         "found": "[program] (process 7) on GPU 0, python3",
     }
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "ab", "a.", "ab:", "/a", "b ", "1.", "a-", "key = ", "'/a ", "GPU-aa-", "<a ", "a:b"]
+)
+def test_long_texts_take_no_longer_than_their_length(piece: str) -> None:
+    text = piece * (20_000 // len(piece))
+    times = []
+    for _ in range(2):
+        started = time.monotonic()
+        redact(text, WHO)
+        times.append(time.monotonic() - started)
+    assert min(times) < 1.5
 
 
 def test_kernel_arguments() -> None:
