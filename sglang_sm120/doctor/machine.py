@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sglang_sm120.doctor import facts_profiles, facts_python, recording_format, redact
-from sglang_sm120.kernels.communication.p2p_probe.environment import Files, Reader
+from sglang_sm120.kernels.communication.p2p_probe.environment import Files, Reader, acs_control, config_with_acs
 
 ENVIRONMENT = (
     "CUDA_", "CXX", "FLASHINFER_", "LD_", "NCCL_", "NVIDIA_", "OMP_", "PYTHONPATH", "PYTORCH_", "SGLANG_",
@@ -163,6 +163,7 @@ class Recorder:
         self.folders: dict[str, tuple[str, ...]] = {}
         self.links: dict[str, str] = {}
         self.spaces: dict[str, tuple[int, int] | None] = {}
+        self.acs: dict[str, int] = {}
         self.packages: dict[str, Any] = {}
         self.tuned: list[dict[str, str]] = []
 
@@ -176,7 +177,9 @@ class Recorder:
         return self.files[path]
 
     def data(self, path: str) -> bytes:
-        return self._machine.data(path)
+        content = self._machine.data(path)
+        self.acs[path] = acs_control(content)
+        return content
 
     def names(self, path: str) -> tuple[str, ...]:
         self.folders[path] = self._machine.names(path)
@@ -218,16 +221,22 @@ class Recorder:
         parts["machine.json"] = json.dumps(
             {
                 "environ": redact.variables(dict(sorted(self.environ.items()))),
-                "states": {n: [o.state, o.code] for n, o in self.outputs.items() if o.state not in ("ok", "missing")},
+                "states": {n: [o.state, o.code] for n, o in self.outputs.items() if o.state != _usual_state(o.text)},
                 "folders": {path: names for path, names in sorted(self.folders.items()) if names},
                 "links": {path: real for path, real in sorted(self.links.items()) if real},
                 "spaces": {path: space for path, space in self.spaces.items() if space},
+                "acs": {path: control for path, control in sorted(self.acs.items()) if control},
                 "python": self.packages,
                 "profiles": self.tuned,
             },
             indent=1,
         ) + "\n"  # fmt: skip
         return parts
+
+
+def _usual_state(text: str) -> str:
+    """Of a command that wrote this; another is recorded."""
+    return "ok" if text else "missing"
 
 
 class Recording:
@@ -246,15 +255,16 @@ class Recording:
 
     def run(self, name: str) -> Output:
         text = self._texts.get(name, "")
-        default = ["ok" if text else "missing", 0]
-        state, code = self._rest.get("states", {}).get(name, default)
+        state, code = self._rest.get("states", {}).get(name, [_usual_state(text), 0])[:2]
         return Output(state, text, code)
 
     def text(self, path: str) -> str:
         return self._files.get(path, "")
 
     def data(self, path: str) -> bytes:
-        return self.text(path).encode()
+        """Configuration spaces are the only such files; of them a recording has what says whether ACS redirects."""
+        control = self._rest.get("acs", {}).get(path)
+        return config_with_acs(control) if control else b""
 
     def names(self, path: str) -> tuple[str, ...]:
         """Those that were recorded, or that follow from the recorded files."""

@@ -113,6 +113,7 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     "folders": _table_of(_list_of(_is_text)),
     "links": _table_of(_is_text),
     "spaces": _table_of(lambda space: space is None or _list_of(_is_number, 2)(space)),
+    "acs": _table_of(lambda control: _is_number(control) and 0 <= control < 1 << 16),
     "python": lambda value: isinstance(value, dict),
     "profiles": _list_of(_is_profile),
 }

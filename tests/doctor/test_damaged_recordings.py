@@ -50,6 +50,7 @@ PYTHON = json.loads((MACHINES / HEALTHY / "machine.json").read_text())["python"]
         ("links", {"links": ["/x"]}),
         ("spaces", {"spaces": {"/dev/shm": [1]}}),
         ("spaces", {"spaces": {"/dev/shm": 7}}),
+        ("acs", {"acs": {"/sys/x/config": 1 << 16}}),
         ("python", {"python": []}),
         ("packages", {"python": {"packages": {"sglang": "0.5.23"}}}),
         ("packages", {"python": {"packages": {"sglang": []}}}),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recorded_machines import HEALTHY, MACHINES, facts_of, of
 
 from sglang_sm120.doctor import facts_pci
 from sglang_sm120.doctor.facts import Facts, gather
-from sglang_sm120.doctor.machine import Output, Recording
+from sglang_sm120.doctor.machine import Output, Recorder, Recording
+from sglang_sm120.doctor.redact import Identity, redact_all
+from sglang_sm120.kernels.communication.p2p_probe.environment import config_with_acs
 
 SWITCH = "switch-4-rtx-pro-6000-acs"
 BEHIND_SWITCH = [f"0000:{bus}:00.0" for bus in ("83", "84", "85", "86")]
@@ -147,6 +150,34 @@ def test_a_switch_port_without_the_capability_does_not_redirect() -> None:
     )
     assert facts_pci.access(text, BEHIND_SWITCH) == "ok"
     assert facts_pci.redirecting(facts_pci.read_bridges(text, BEHIND_SWITCH), BEHIND_SWITCH) == ()
+
+
+def test_a_recording_has_what_root_read_without_lspci(tmp_path: Path) -> None:
+    """The switch's ports redirect, as their configuration spaces say; lspci is not installed."""
+    places = {gpu: f"/sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0/0000:82:0{number}.0/{gpu}"
+              for number, gpu in enumerate(BEHIND_SWITCH)}  # fmt: skip
+
+    class Root(Recording):
+        def run(self, name: str) -> Output:
+            return Output("missing") if name == "lspci" else super().run(name)
+
+        def real(self, path: str) -> str:
+            return places.get(path.rpartition("/")[2]) or super().real(path)
+
+        def data(self, path: str) -> bytes:
+            assert path.endswith("/config")
+            space = bytearray(config_with_acs(0x1D if "/0000:82:" in path else 0))
+            space[0x108:] = b"\0serial 48-b0-2d"
+            return bytes(space)
+
+    recorder = Recorder(Root(MACHINES / SWITCH))
+    live = gather(recorder)
+    assert level(live) == "warn" and len(live.bus.acs_bridges) == 4
+    for name, text in redact_all(recorder.sections(), Identity()).items():
+        assert "48-b0" not in text
+        (tmp_path / name).write_text(text)
+    again = gather(Recording(tmp_path))
+    assert again.bus == live.bus and of(again, "bus.acs") == of(live, "bus.acs")
 
 
 @pytest.mark.parametrize("name", [SWITCH, HEALTHY])

@@ -122,4 +122,6 @@ def test_texts_that_end_in_the_middle(name: str, cut: float) -> None:
     findings = run_checks(Cut(MACHINES / name))
     assert not [finding for finding in findings if finding.what.startswith("check ")]
     fine = {finding.check for finding in findings if finding.level == "ok"}
-    assert not fine & {"bus.acs", "bus.iommu"} & {check for _, check in bad(facts_of(name))}, "less was read, and it is ok"
+    assert not fine & {"bus.acs", "bus.iommu"} & {check for _, check in bad(facts_of(name))}, (
+        "less was read, and it is ok"
+    )

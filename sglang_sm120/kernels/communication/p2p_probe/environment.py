@@ -138,7 +138,7 @@ def read_environment(pci_bus_ids: Sequence[str] = (), root: Path = _ROOT, reader
         iommu_arguments=tuple(word for word in files.text("/proc/cmdline").split() if _IOMMU_ARGUMENT.match(word)),
         iommus=files.names("/sys/class/iommu"),
         gpu_iommu_types=tuple(types),
-        acs_bridges=tuple(port for port in dividing if _acs_control(files.data(configs[port])) & _ACS_REDIRECT),
+        acs_bridges=tuple(port for port in dividing if acs_control(files.data(configs[port])) & _ACS_REDIRECT),
         small_bar1=tuple(bars),
         driver_parameters=parameters,
         force_p2p=any(map(forces_p2p, parameters)),
@@ -233,7 +233,13 @@ def _bridges_above(files: Reader, bus_id: str) -> dict[str, str]:
     return found
 
 
-def _acs_control(config: bytes) -> int:
+def config_with_acs(control: int) -> bytes:
+    """A configuration space that has this ACS control register and nothing else, for recordings: no serial number."""
+    capability = (_ACS_CAPABILITY | 1 << 16).to_bytes(4, "little") + bytes(2) + control.to_bytes(2, "little")
+    return bytes(_EXTENDED) + capability
+
+
+def acs_control(config: bytes) -> int:
     """The ACS control register of a configuration space; 0 without one, or where root alone may read that far."""
     at, seen = _EXTENDED, set()
     while at >= _EXTENDED and at not in seen and at + 8 <= len(config):
