@@ -126,7 +126,9 @@ def access(text: str, gpus: Sequence[str]) -> str:
 
 
 def _bus(bus_id: str) -> int:
-    return int(bus_id.split(":")[1], 16)
+    """The number of the bus that a device is on; -2, which is none, where nvidia-smi gave something else."""
+    match = re.fullmatch(r"[0-9a-f]{4,8}:([0-9a-f]{2}):[0-9a-f]{2}\.[0-7]", bus_id)
+    return int(match[1], 16) if match else -2
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

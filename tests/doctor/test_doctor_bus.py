@@ -85,6 +85,13 @@ def test_a_port_with_one_gpu_and_no_other_below_its_switch() -> None:
     assert facts_pci.redirecting(two, BEHIND_SWITCH[:2]) == ("0000:82:00.0", "0000:82:01.0")
 
 
+@pytest.mark.parametrize("odd", ["", "x", "0000:", "0000:zz:00.0", "-1", "\udcff", "0000:85:00.0:1"])
+def test_an_address_that_is_none(odd: str) -> None:
+    gpus = [*BEHIND_SWITCH, odd]
+    assert facts_pci.access(quiet(lspci()), gpus) == "incomplete"
+    assert len(facts_pci.redirecting(facts_pci.read_bridges(lspci(), gpus), gpus)) == 4
+
+
 def quiet(text: str) -> str:
     return redirect(text, "none", "")
 
