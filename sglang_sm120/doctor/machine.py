@@ -207,15 +207,7 @@ class Recorder:
         parts = {f"{name}.txt": output.text for name, output in self.outputs.items() if output.text}
         lines = []
         for path, text in sorted(self.files.items()):
-            if path == "/proc/cmdline":
-                text = redact.kernel_arguments(text)
-            if path == "/proc/cpuinfo":
-                text = text.partition("\n\n")[0]  # of one processor: there may be hundreds
-            # Somebody's process, and a container: of these the names of programs and images were not asked for.
-            for end, start in (("/status", "PPid:"), ("/.containerenv", "engine=")):
-                if text and path.endswith(end):
-                    text = "\n".join(line for line in text.splitlines() if line.startswith(start)) or "[...]"
-            if text:
+            if text := redact.file_text(path, text):
                 lines += [f"=== {path}", text.rstrip("\n")]
         parts["files.txt"] = "\n".join(lines) + "\n"
         parts["machine.json"] = json.dumps(

@@ -108,6 +108,19 @@ def _part(name: str, text: str, identity: Identity) -> str:
     return json.dumps(_inside(json.loads(text), identity), indent=1) + "\n"
 
 
+def file_text(path: str, text: str) -> str:
+    """Of a file what doctor reads it for, where there is more in it; still to be redacted."""
+    if path == "/proc/cmdline":
+        return kernel_arguments(text)
+    if path == "/proc/cpuinfo":
+        return text.partition("\n\n")[0]  # of one processor: there may be hundreds
+    # Somebody's process, and a container: of these the names of programs and images were not asked for.
+    for end, start in (("/status", "PPid:"), ("/.containerenv", "engine=")):
+        if text and path.endswith(end):
+            return "\n".join(line for line in text.splitlines() if line.startswith(start)) or "[...]"
+    return text
+
+
 def kernel_arguments(text: str) -> str:
     """A kernel command line with the values of all words blanked that are not about what doctor looks at."""
     return " ".join(

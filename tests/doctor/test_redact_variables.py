@@ -1,10 +1,10 @@
-"""Which variables keep their values in a report: a list of harmless ones, and even of those nothing private."""
+"""What of variables, of files and of the kernel's arguments a report shows: what is known to be harmless."""
 
 from __future__ import annotations
 
 import pytest
 
-from sglang_sm120.doctor.redact import variables
+from sglang_sm120.doctor.redact import file_text, kernel_arguments, variables
 from sglang_sm120.doctor.redact_variables import SECRET
 from sglang_sm120.options import OPTIONS
 
@@ -58,3 +58,26 @@ def test_variables(name: str, value: str, shown: str) -> None:
 def test_every_variable_of_ours_is_known() -> None:
     given = {option.env: "value" for option in OPTIONS if not SECRET.search(option.env)}
     assert given and variables(given) == given
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "kept"),
+    [
+        ("/proc/7/status", "Name:\tacme\nPPid:\t1\nUid:\t1000\n", "PPid:\t1"),
+        ("/proc/7/status", "Name:\tacme\n", "[...]"),
+        ("/proc/7/status", "", ""),
+        ("/run/.containerenv", 'engine="podman-5"\nname="acme"\n', 'engine="podman-5"'),
+        ("/proc/cpuinfo", "processor: 0\nflags: a\n\nprocessor: 1\n", "processor: 0\nflags: a"),
+        ("/proc/cmdline", "quiet acme=1\n", "quiet acme=[...]"),
+        ("/proc/meminfo", "MemTotal: 1 kB\n", "MemTotal: 1 kB\n"),
+    ],
+)
+def test_of_a_file_only_what_was_asked_for(path: str, text: str, kept: str) -> None:
+    assert file_text(path, text) == kept
+
+
+def test_kernel_arguments() -> None:
+    line = "BOOT_IMAGE=/vmlinuz root=UUID=1 ro iommu=pt amd_iommu=on ip=10.1.1.1 luks=secret pci=realloc customername"
+    assert kernel_arguments(line) == (
+        "BOOT_IMAGE=[...] root=[...] ro iommu=pt amd_iommu=on ip=[...] luks=[...] pci=realloc"
+    )
