@@ -68,14 +68,14 @@ class Facts:
     profiles: tuple[Mapping[str, str], ...] = ()
 
     def version(self, package: str) -> str:
-        """Of an installed package; empty where there is none. The newest of several."""
+        """Of an installed package; empty where there is none. Of several the one that is imported."""
         versions = self.python.get("packages", {}).get(package) or [""]
-        return str(versions[-1])
+        return str(versions[0])
 
     @property
     def sm120_capabilities(self) -> tuple[tuple[int, int], ...]:
         """Of the SM120 GPUs that are here, each once; (12, 0) where the driver does not say more."""
-        return tuple(sorted({gpu.capability or (12, 0) for gpu in self.driver.gpus if gpu.is_sm120}))
+        return tuple(sorted({gpu.sm120_capability for gpu in self.driver.gpus if gpu.sm120_capability is not None}))
 
 
 def gather(machine: Machine, *, quick: bool = False) -> Facts:
@@ -171,10 +171,9 @@ def _torch(machine: Machine) -> Torch:
             continue
         if isinstance(parsed, dict):
             said |= parsed
-    last = next((line for line in reversed(output.text.splitlines()) if line.strip() and not line.startswith("{")), "")
     return Torch(
         state=output.state,
-        detail=last.strip()[:300],
+        detail=output.why(),
         version=said.get("version", ""),
         cuda=said.get("cuda") or "",
         archs=tuple(said.get("archs", ())),

@@ -54,11 +54,12 @@ FAULTS: list[tuple[str, str, Callable[[Facts], Facts]]] = [
     ("warn", "gpu.on-bus", lambda f: replace(f, pci_gpus=(*f.pci_gpus, PciGpu("0000:f5:00.0", "nvidia", 1)))),
     ("fail", "gpu.mode", gpus(compute_mode="Prohibited")),
     ("warn", "gpu.mode", gpus(mig="Enabled")),
-    ("warn", "gpu.memory-errors", gpus(uncorrected_errors=3)),
-    ("warn", "gpu.memory-errors", gpus(row_remapping_failed=True)),
+    ("warn", "gpu.faults", gpus(uncorrected_errors=3)),
+    ("warn", "gpu.faults", gpus(row_remapping_failed=True)),
     ("warn", "gpu.power", gpus(slowed=("sw_thermal_slowdown",))),
     ("warn", "bus.link", gpus(link_lanes=4)),
-    ("warn", "bus.link", gpus(link_gen=1, busy=True, performance_state="P0")),
+    ("warn", "bus.link", gpus(link_lanes=8)),
+    ("warn", "bus.link", gpus(link_gen=1, busy=True, idle=False, performance_state="P0")),
     ("warn", "bus.bar1", gpus(bar1_mib=256)),
     ("warn", "bus.iommu", bus(gpu_iommu_types=("0000:05:00.0: DMA-FQ",))),
     ("warn", "bus.acs", bus(acs_bridges=("0000:82:00.0",))),
@@ -99,8 +100,10 @@ def test_a_fault_is_named_and_nothing_else(level: str, check: str, change: Calla
     "change",
     [
         gpus(link_gen=1, busy=False),
+        gpus(link_gen=1, busy=True, idle=True, performance_state="P0"),
+        gpus(link_gen=2, busy=True, idle=False, performance_state="P5"),
+        gpus(link_gen=4, slot_gen=4, busy=True, idle=False, performance_state="P0"),
         gpus(power_limit_w=300.0),
-        gpus(link_lanes=8),
         gpus(compute_mode="Exclusive_Process"),
         bus(gpu_iommu_types=()),
         bus(uvm_disable_hmm=False),
@@ -160,9 +163,12 @@ def test_two_kinds_of_cards() -> None:
         replace(gpu, name="NVIDIA A100 80GB PCIe", capability=(8, 0)) if gpu.index < 2 else gpu
         for gpu in facts.driver.gpus
     )
-    found = {f.what: f for f in of(driver(gpus=others)(facts), "gpu.kind")}
+    mixed = driver(gpus=others)(facts)
+    found = {f.what: f for f in of(torch(gpus=None)(mixed), "gpu.kind")}
     assert found["GPU"].level == "warn" and "CUDA_VISIBLE_DEVICES=2,3,4,5,6,7" in found["GPU"].fix
     assert found["different GPUs"].level == "note"
+    hidden = {f.what: f for f in of(torch(gpus=facts.torch.gpus[2:])(mixed), "gpu.kind")}
+    assert hidden["GPU"].level == "note", "CUDA_VISIBLE_DEVICES leaves the others out, however it names them"
 
 
 def test_the_second_capability_needs_its_own_code() -> None:
