@@ -68,10 +68,9 @@ FAULTS: list[tuple[str, str, Callable[[Facts], Facts]]] = [
     ("fail", "software.torch", torch(state="failed", detail="libcudart.so.13: cannot open")),
     ("fail", "software.torch", torch(state="hung")),
     ("fail", "software.torch", torch(gpus=None, cuda_error="initialization error")),
-    ("fail", "software.driver-for-torch", driver(cuda="12.9")),
-    ("fail", "software.archs", torch(archs=("sm_90", "sm_100"))),
-    ("fail", "software.archs", python(archs={"sglang-kernel": ["sm_90a", "sm_100a"]})),
-    ("warn", "software.archs", python(archs={"flashinfer-jit-cache": ["sm_90a"]})),
+    ("fail", "software.ready-code", torch(archs=("sm_90", "sm_100"))),
+    ("fail", "software.ready-code", python(archs={"sglang-kernel": ["sm_90a", "sm_100a"]})),
+    ("warn", "software.ready-code", python(archs={"flashinfer-jit-cache": ["sm_90a"]})),
     ("fail", "software.jit", tools("nvcc")),
     ("fail", "software.jit", tools("ninja")),
     ("fail", "software.jit", tools("c++")),
@@ -174,14 +173,14 @@ def test_two_kinds_of_cards() -> None:
 def test_the_second_capability_needs_its_own_code() -> None:
     """12.1 runs sm_120 and sm_120f, not sm_120a; FlashInfer's JIT wants CUDA 12.9 for it."""
     facts = with_python(gpus(capability=(12, 1))(facts_of()), archs={"sglang-kernel": ["sm_120a"]})
-    assert bad(facts) == {("fail", "software.archs")}
+    assert bad(facts) == {("fail", "software.ready-code")}
     facts = with_python(replace(facts, nvcc="12.8"), archs={"sglang-kernel": ["sm_120f"]})
     assert bad(facts) == {("fail", "software.jit")}
 
 
 def test_files_that_were_not_read_to_the_end_say_nothing() -> None:
     facts = with_python(facts_of(), archs={"sglang-kernel": ["sm_90a", "..."]})
-    assert not [f for f in of(facts, "software.archs") if "sglang-kernel" in f.what]
+    assert not [f for f in of(facts, "software.ready-code") if "sglang-kernel" in f.what]
 
 
 def test_processes_left_over_are_told_from_others() -> None:
