@@ -10,6 +10,7 @@ from sglang_sm120.doctor import (
     checks_host,
     checks_installation,
     checks_software,
+    checks_visible,
 )
 from sglang_sm120.doctor.check import Check
 from sglang_sm120.doctor.facts import Facts, gather
@@ -26,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     *checks_software.CHECKS,
     *checks_code.CHECKS,
     *checks_bus.CHECKS,
+    *checks_visible.CHECKS,
     *checks_host.CHECKS,
 )
 

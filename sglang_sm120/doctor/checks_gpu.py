@@ -63,23 +63,25 @@ def _sm120(gpus: tuple[Gpu, ...]) -> str:
 
 def _processes(facts: Facts) -> Iterator[Finding]:
     gpus = facts.driver.gpus
-    users: dict[tuple[int, str, int], list[tuple[int, int | None]]] = {}
+    users: dict[tuple[int, str], tuple[bool, list[tuple[int, int | None]]]] = {}
     for gpu in gpus:
         for process in gpu.processes:
-            if "C" in process.kind:
-                key = (process.pid, process.name, process.parent)
-                users.setdefault(key, []).append((gpu.index, process.used_mib))
+            if "C" not in process.kind:
+                continue
+            # Windows on a screen compute too ("C+G"), and a service's parent is 1 as that of one that was left over.
+            alone = process.parent == 1 and process.kind == "C" and not process.service
+            name = process.name + (f", service {process.service}" if process.service else "")
+            key = (process.pid, name)
+            users.setdefault(key, (alone and not facts.host.container, []))[1].append((gpu.index, process.used_mib))
     for left, level, what in ((True, "warn", "left over"), (False, "note", "GPUs in use")):
         told = [
             f"{name} (process {pid}) on GPU {listed(index for index, _ in on)}, {_memory(mib for _, mib in on)}"
-            for (pid, name, parent), on in users.items()
-            if (parent == 1 and not facts.host.container) == left
+            for (pid, name), (alone, on) in users.items()
+            if alone == left
         ]
         if told:
             why = (
-                "its parent is gone, unless it is a service or was started with nohup"
-                if left
-                else "its memory is missing for a server"
+                "its parent is gone, unless it was started with nohup" if left else "its memory is missing for a server"
             )
             fix = "end it by its number, if it is yours and no longer wanted: kill NUMBER" if left else ""
             yield Finding(level, what, f"{listed(told, 4)}: {why}", fix=fix)

@@ -74,7 +74,10 @@ class Facts:
 
     @property
     def sm120_capabilities(self) -> tuple[tuple[int, int], ...]:
-        """Of the SM120 GPUs that are here, each once; (12, 0) where the driver does not say more."""
+        """Of the SM120 GPUs that are here, each once; as torch has them where the driver lists none."""
+        if not self.driver.gpus:
+            seen = (gpu["capability"] for gpu in self.torch.gpus or ())
+            return tuple(sorted({(int(major), int(minor)) for major, minor in seen if major == 12}))
         return tuple(sorted({gpu.sm120_capability for gpu in self.driver.gpus if gpu.sm120_capability is not None}))
 
 

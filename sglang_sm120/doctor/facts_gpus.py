@@ -29,7 +29,7 @@ _CORE = ("fb_memory_usage/total", "utilization/gpu_util", "temperature/gpu_temp"
 class Process:
     """One user of a GPU. kind: "C" for compute. parent: its parent's id, 1 for one that was left over; 0: not known.
 
-    used_mib: None where the driver does not say it, as in WSL.
+    used_mib: None where the driver does not say it, as in WSL. service: of systemd, which runs it.
     """
 
     pid: int
@@ -37,6 +37,7 @@ class Process:
     name: str
     used_mib: int | None
     parent: int = 0
+    service: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Gpu:
 
     Attributes:
         index: nvidia-smi's, among the GPUs that it reached.
-        bus_id: as in /sys, "0000:01:00.0".
+        bus_id: as in /sys, "0000:01:00.0". uuid: "GPU-..."; empty where it is not known.
         capability: (major, minor); None where the driver is too old to say it.
         busy: something ran on it while it was looked at; idle: the driver says that nothing did; None: it does not say.
         link_gen, link_lanes: as they are now; without load a GPU lowers its generation.
@@ -61,6 +62,7 @@ class Gpu:
     index: int
     name: str
     bus_id: str
+    uuid: str = ""
     capability: tuple[int, int] | None = None
     performance_state: str = ""
     busy: bool = False
@@ -209,6 +211,7 @@ def _gpu(machine: Machine, index: int, element: ElementTree.Element, known: Mapp
         index=index,
         name=field(element, "product_name"),
         bus_id=place,
+        uuid=_uuid(element),
         capability=known.get(place),
         performance_state=field(element, "performance_state"),
         busy=bool(number(field(element, "utilization/gpu_util"))),
@@ -244,6 +247,12 @@ def _gpu(machine: Machine, index: int, element: ElementTree.Element, known: Mapp
     )
 
 
+def _uuid(element: ElementTree.Element) -> str:
+    """Empty also in a recording, where it is blanked."""
+    text = field(element, "uuid")
+    return text if re.fullmatch(r"GPU-[0-9a-fA-F-]+", text) else ""
+
+
 def _fault(element: ElementTree.Element) -> str:
     for node in element.iter():
         text = (node.text or "").strip().strip("[]")
@@ -277,6 +286,8 @@ def _process(machine: Machine, node: ElementTree.Element, *, with_parent: bool) 
     pid, kind = number(field(node, "pid")) or 0, field(node, "type")
     status = machine.text(f"/proc/{pid}/status") if pid and with_parent and "C" in kind else ""
     parent = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)
+    orphan = parent is not None and parent[1] == "1"
+    service = re.search(r"/system\.slice/([^/\s]+\.service)", machine.text(f"/proc/{pid}/cgroup") if orphan else "")
     name = (field(node, "process_name").split() or [""])[0]  # its arguments may be private
     return Process(
         pid=pid,
@@ -284,4 +295,5 @@ def _process(machine: Machine, node: ElementTree.Element, *, with_parent: bool) 
         name=(name.rpartition("/")[2] if name.startswith("/") else name) or "unnamed",
         used_mib=number(field(node, "used_memory")),
         parent=int(parent[1]) if parent else 0,
+        service=service[1] if service else "",
     )

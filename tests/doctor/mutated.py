@@ -56,6 +56,13 @@ def mutated(name: str = HEALTHY, **changes: Any) -> Facts:
     return gather(Mutated(name, **changes))
 
 
+def smi(text: str, code: int = 255, listing: str | None = None) -> dict[str, Output]:
+    """nvidia-smi that fails with this text, whatever it is asked for."""
+    failed = Output("failed", text, code)
+    commands = dict.fromkeys(("nvidia-smi-q", "nvidia-smi-topo", "nvidia-smi-p2p"), failed)
+    return commands | {"nvidia-smi-capability": failed if listing is None else Output("failed", listing, code)}
+
+
 def in_gpu(index: int, tag: str, value: str) -> Callable[[str], str]:
     """Every element of that tag in one GPU of `nvidia-smi -q -x` gets this text; where there is none, one is added."""
 
