@@ -174,12 +174,22 @@ def _torch(machine: Machine) -> Torch:
             continue
         if isinstance(parsed, dict):
             said |= parsed
+    archs, gpus = said.get("archs"), said.get("gpus")
     return Torch(
         state=output.state,
         detail=output.why(),
-        version=said.get("version", ""),
-        cuda=said.get("cuda") or "",
-        archs=tuple(said.get("archs", ())),
-        gpus=tuple(said["gpus"]) if "gpus" in said else None,
-        cuda_error=said.get("cuda_error", ""),
+        version=str(said.get("version", "")),
+        cuda=str(said.get("cuda") or ""),
+        archs=tuple(map(str, archs)) if isinstance(archs, list) else (),
+        gpus=tuple(gpus) if isinstance(gpus, list) and all(map(_is_gpu, gpus)) else None,
+        cuda_error=str(said.get("cuda_error", "")),
     )
+
+
+def _is_gpu(entry: Any) -> bool:
+    """Whether it is one of `_TORCH`'s: a package that torch imports may print JSON of its own."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return False
+    capability = entry.get("capability")
+    numbers = [*capability, entry.get("multiprocessors")] if isinstance(capability, list) else []
+    return len(numbers) == 3 and all(isinstance(number, int) for number in numbers)

@@ -50,6 +50,7 @@ def document(text: str) -> Document:
         inside = text[start : last + len("</gpu>")] + _END
     else:
         inside = text[start : end + len(_END)]
+    inside = inside.encode(errors="replace").decode()
     # Control characters in names, and names of processes that were not escaped, are no XML.
     inside = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", inside)
     inside = re.sub(
