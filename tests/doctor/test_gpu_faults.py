@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from mutated import Mutated, every_field, in_gpu, mutated
 from recorded_machines import HEALTHY, MACHINES, bad, only
 
-from sglang_sm120.doctor.checks import run_checks
+from sglang_sm120.doctor.checks import judge, run_checks
 from sglang_sm120.doctor.machine import Output
 
 WHOLE = (MACHINES / HEALTHY / "nvidia-smi-q.txt").read_text()
@@ -143,3 +145,27 @@ def test_services_and_screens_are_not_left_over(kind: str, cgroup: str, level: s
     files = {"/proc/77/status": "Name:\tollama\nPPid:\t1\n", "/proc/77/cgroup": cgroup}
     found = only(mutated(commands={"nvidia-smi-q": Output("ok", text)}, files=files), "gpu.processes")
     assert found.level == level and ("service ollama.service" in found.found) == ("system" in cgroup)
+
+
+FIELDS = sorted(set(re.findall(r"<(\w+)>[^<]*</\1>", WHOLE)) - {"driver_version", "timestamp"})
+
+
+def everywhere(tag: str, value: str) -> str:
+    return re.sub(rf"(<{tag}>)[^<]*(</{tag}>)", rf"\g<1>{value}\g<2>", WHOLE)
+
+
+@pytest.mark.parametrize(
+    "value", ["N/A", "[N/A]", "[Not Supported]", "Requested functionality has been deprecated", ""]
+)
+def test_what_a_driver_does_not_say_is_no_fault(value: str) -> None:
+    """Each field in turn, on every GPU: as with virtual GPUs, in WSL, with other drivers."""
+    for tag in FIELDS:
+        facts = mutated(commands={"nvidia-smi-q": Output("ok", everywhere(tag, value))})
+        assert bad(facts) == set(), tag
+
+
+@pytest.mark.parametrize("value", ["[Unknown Error]", "ERR!", "-1", "9" * 30, "0", "x16", "Yes", "Enabled", "\udcff"])
+def test_odd_values_break_no_check(value: str) -> None:
+    for tag in FIELDS:
+        facts = mutated(commands={"nvidia-smi-q": Output("ok", everywhere(tag, value))})
+        assert not [finding for finding in judge(facts) if finding.what.startswith("check ")], tag
