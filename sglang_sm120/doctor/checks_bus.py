@@ -26,7 +26,7 @@ def _several(facts: Facts) -> bool:
 
 
 def _link(facts: Facts) -> Iterator[Finding]:
-    gpus = [gpu for gpu in facts.driver.gpus if gpu.link_lanes and gpu.max_link_lanes]
+    gpus = [gpu for gpu in facts.gpus if gpu.link_lanes and gpu.max_link_lanes]
     if not gpus:
         return
     narrow = [gpu for gpu in gpus if (gpu.link_lanes or 0) < (gpu.max_link_lanes or 0)]

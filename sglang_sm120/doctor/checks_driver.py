@@ -99,6 +99,11 @@ def _driver(facts: Facts) -> Iterator[Finding]:
         yield from _answers(facts)
     elif driver.state == "hung":
         told = f"; {driver.detail}" if driver.detail else ""
+        if facts.torch.gpus:
+            found = f"nvidia-smi does not answer in time, while CUDA starts on {len(facts.torch.gpus)} GPUs{told}"
+            slow = "without persistence mode each GPU is started first: sudo systemctl enable --now nvidia-persistenced"
+            yield Finding("warn", "driver", found, "a driver that answers", f"{slow}\n{LOG}")
+            return
         found = f"nvidia-smi does not answer: a GPU or the driver is stuck{told}"
         yield Finding(
             "fail", "driver", found, "a driver that answers",

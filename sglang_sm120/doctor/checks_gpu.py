@@ -31,9 +31,10 @@ def _kind(facts: Facts) -> Iterator[Finding]:
             torch = "; a CPU build of torch" if facts.torch.version and not facts.torch.cuda else ""
             yield Finding("warn", "GPU", f"no CUDA GPU here{torch}", "an SM120 GPU", _EMULATE)
     else:
-        others = [gpu for gpu in gpus if not gpu.is_sm120]
+        # Of one in trouble the driver may not even know the name; gpu.faults has it.
+        others = [gpu for gpu in gpus if not gpu.is_sm120 and not (gpu.fault and not gpu.name)]
         if others:
-            names_of = ", ".join(dict.fromkeys(f"{gpu.name}{_capability(gpu)}" for gpu in others))
+            names_of = ", ".join(dict.fromkeys(f"{gpu.name or 'no name'}{_capability(gpu)}" for gpu in others))
             fix = _EMULATE if len(others) == len(gpus) else (
                 f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={_sm120(gpus)} leaves them out"
             )  # fmt: skip
@@ -62,7 +63,7 @@ def _sm120(gpus: tuple[Gpu, ...]) -> str:
 
 
 def _processes(facts: Facts) -> Iterator[Finding]:
-    gpus = facts.driver.gpus
+    gpus = facts.gpus
     users: dict[tuple[int, str], tuple[bool, list[tuple[int, int | None]]]] = {}
     for gpu in gpus:
         for process in gpu.processes:
@@ -100,7 +101,7 @@ def _memory(sizes: Iterable[int | None]) -> str:
 
 
 def _mode(facts: Facts) -> Iterator[Finding]:
-    gpus = facts.driver.gpus
+    gpus = facts.gpus
     if split := [gpu.index for gpu in gpus if gpu.mig == "Enabled"]:
         parts = sum(gpu.mig_devices for gpu in gpus)
         made = f"{parts} parts" if parts else "and no part is made: CUDA has no device there"
@@ -163,6 +164,7 @@ def _all_faults(facts: Facts) -> Iterator[Finding]:
         level, fix = _RECOVERIES.get(action, ("fail", "nvidia-smi -q says it as GPU Recovery Action; reboot"))
         fix = f"{fix.format(places=_places(those))}\n{LOG}"
         yield Finding(level, "GPU recovery", f"{_named(those)}: the driver asks for {action!r}", "none", fix)
+    gpus = facts.gpus
     if failed := [gpu for gpu in gpus if gpu.row_remapping_failed or gpu.errors_beyond_limit]:
         why = "memory that failed could not be replaced, or more of it failed than the maker allows"
         fix = "have the card replaced: its maker takes this as a defect"
@@ -201,7 +203,7 @@ def _reset(gpus: Iterable[Gpu]) -> str:
 
 
 def _power(facts: Facts) -> Iterator[Finding]:
-    gpus = [gpu for gpu in facts.driver.gpus if gpu.power_limit_w and gpu.default_power_limit_w]
+    gpus = [gpu for gpu in facts.gpus if gpu.power_limit_w and gpu.default_power_limit_w]
     limited = [gpu for gpu in gpus if (gpu.power_limit_w or 0) < (gpu.default_power_limit_w or 0)]
     if limited:
         told = [f"GPU {gpu.index} {gpu.power_limit_w:.0f} of {gpu.default_power_limit_w:.0f} W" for gpu in limited]
@@ -210,7 +212,7 @@ def _power(facts: Facts) -> Iterator[Finding]:
             "the default for the highest clocks; equal limits in a tensor-parallel group",
             "if it is not meant so: sudo nvidia-smi -pl WATTS (lost at a reboot)",
         )  # fmt: skip
-    if slowed := [gpu for gpu in facts.driver.gpus if gpu.slowed]:
+    if slowed := [gpu for gpu in facts.gpus if gpu.slowed]:
         told = [f"GPU {gpu.index} {' '.join(gpu.slowed)}" for gpu in slowed]
         yield Finding(
             "warn", "clocks held down", listed(told), "clocks that heat and power supply do not limit",

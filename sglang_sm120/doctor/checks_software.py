@@ -45,10 +45,16 @@ def _torch(facts: Facts) -> Iterator[Finding]:
 
 
 def _unseen(facts: Facts) -> Iterator[Finding]:
-    """GPUs that the driver has and CUDA does not. With MIG, CUDA has parts, and one of them at a time."""
+    """GPUs that the driver has and CUDA does not. With MIG, CUDA has parts, and one of them at a time; those that are
+    prohibited to it gpu.mode names."""
     seen, gpus = facts.torch.gpus or (), facts.driver.gpus
     chosen = "CUDA_VISIBLE_DEVICES" in facts.environ
-    if seen and len(seen) < len(gpus) and not chosen and not any(gpu.mig == "Enabled" for gpu in gpus):
+    if (
+        seen
+        and len(seen) < len(gpus)
+        and not chosen
+        and not any(gpu.mig == "Enabled" or gpu.compute_mode == "Prohibited" for gpu in gpus)
+    ):
         found = f"torch sees {len(seen)} of the {len(gpus)} GPUs that the driver has"
         fix = "`sudo dmesg | grep -iE 'xid|nvrm'`; nvidia-smi -q on the one that is missing; reboot"
         yield Finding("warn", "GPUs for torch", found, "all of them, or a choice by CUDA_VISIBLE_DEVICES", fix)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_sm120.doctor import facts_pci
-from sglang_sm120.doctor.facts_gpus import Driver, read_driver
+from sglang_sm120.doctor.facts_gpus import Driver, Gpu, read_driver
 from sglang_sm120.doctor.machine import COMMANDS, Machine
 from sglang_sm120.kernels.communication.p2p_probe.environment import Environment, read_environment
 
@@ -71,6 +71,12 @@ class Facts:
         """Of an installed package; empty where there is none. Of several the one that is imported."""
         versions = self.python.get("packages", {}).get(package) or [""]
         return str(versions[0])
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Those that a server would run on: the SM120 ones; all of them where there is none."""
+        ours = tuple(gpu for gpu in self.driver.gpus if gpu.is_sm120)
+        return ours or self.driver.gpus
 
     @property
     def sm120_capabilities(self) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from sglang_sm120.doctor import facts_smi
-from sglang_sm120.doctor.facts_smi import bus_id, field, number, raw, watts
+from sglang_sm120.doctor.facts_smi import bus_id, field, number, watts
 from sglang_sm120.doctor.machine import Machine
 
 _PARENTS = 64
@@ -17,12 +17,6 @@ _PARENTS = 64
 # Cards of compute capability 12.x by name, for drivers that do not say it. "RTX 5000" alone is an older card.
 _SM120_NAME = re.compile(r"RTX PRO \d{3,4}\b.*\bBlackwell|GeForce RTX 50[5-9]0", re.IGNORECASE)
 _SM121_NAME = re.compile(r"\bGB10\b")
-
-_LOST = ("gpu is lost", "gpu requires reset")
-"""What the driver writes into every field of a GPU that it cannot use any more."""
-
-_CORE = ("fb_memory_usage/total", "utilization/gpu_util", "temperature/gpu_temp")
-"""Fields that every card has: an error in one is a fault. Fans and power may show errors on cards that work."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +211,9 @@ def _gpu(machine: Machine, index: int, element: ElementTree.Element, known: Mapp
         busy=bool(number(field(element, "utilization/gpu_util"))),
         idle=idle == "Active" if idle else None,
         link_gen=number(field(element, generation + "current_link_gen")),
-        card_gen=number(field(element, generation + "max_device_link_gen")),
+        card_gen=number(
+            field(element, generation + "max_device_link_gen") or field(element, generation + "max_link_gen")
+        ),
         slot_gen=number(field(element, generation + "max_host_link_gen")),
         link_lanes=number(field(element, widths + "current_link_width")),
         max_link_lanes=number(field(element, widths + "max_link_width")),
@@ -233,13 +229,13 @@ def _gpu(machine: Machine, index: int, element: ElementTree.Element, known: Mapp
         license=field(element, "vgpu_software_licensed_product/license_status"),
         ecc=field(element, "ecc_mode/current_ecc"),
         ecc_pending=field(element, "ecc_mode/pending_ecc"),
-        fault=_fault(element),
-        recovery=_recovery(element),
+        fault=facts_smi.fault(element),
+        recovery=facts_smi.recovery(element),
         uncorrected_errors=sum(errors),
         errors_beyond_limit=field(element, "ecc_errors/aggregate/sram_threshold_exceeded") == "Yes",
         row_remapping_pending=field(element, "remapped_rows/remapped_row_pending") == "Yes",
         row_remapping_failed=field(element, "remapped_rows/remapped_row_failure") == "Yes",
-        slowed=tuple(_slowed(element)),
+        slowed=tuple(facts_smi.slowed(element)),
         processes=tuple(
             _process(machine, node, with_parent=count < _PARENTS)
             for count, node in enumerate(element.iterfind("processes/process_info"))
@@ -251,35 +247,6 @@ def _uuid(element: ElementTree.Element) -> str:
     """Empty also in a recording, where it is blanked."""
     text = field(element, "uuid")
     return text if re.fullmatch(r"GPU-[0-9a-fA-F-]+", text) else ""
-
-
-def _fault(element: ElementTree.Element) -> str:
-    for node in element.iter():
-        text = (node.text or "").strip().strip("[]")
-        if text.lower() in _LOST:
-            return text
-    return next((text for path in _CORE if (text := raw(element, path)).lower() in ("unknown error", "err!")), "")
-
-
-def _recovery(element: ElementTree.Element) -> str:
-    """Drivers before 565 have two flags in its place."""
-    if action := field(element, "gpu_recovery_action"):
-        return action
-    if field(element, "gpu_reset_status/reset_required") == "Yes":
-        return "Reset"
-    return "Drain and Reset" if field(element, "gpu_reset_status/drain_and_reset_recommended") == "Yes" else ""
-
-
-def _slowed(element: ElementTree.Element) -> list[str]:
-    """A power cap and rest are ordinary; these are not."""
-    bad = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
-    found = []
-    for table in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        for node in element.iterfind(f"{table}/*"):
-            name = re.sub(r"^clocks_(event|throttle)_reason_", "", node.tag)
-            if name in bad and (node.text or "").strip() == "Active":
-                found.append(name)
-    return found
 
 
 def _process(machine: Machine, node: ElementTree.Element, *, with_parent: bool) -> Process:

@@ -21,6 +21,12 @@ _NOTHING = {
 _PLACE = re.compile(r"\b(?:GPU)?([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])\b", re.IGNORECASE)
 _NO_HANDLE = re.compile(r"unable to determine the device handle for|gpu is lost|fallen off the bus", re.IGNORECASE)
 
+_UNUSABLE = ("gpu is lost", "gpu requires reset")
+"""What the driver writes into every field of a GPU that it cannot use any more."""
+
+_CORE = ("fb_memory_usage/total", "utilization/gpu_util", "temperature/gpu_temp")
+"""Fields that every card has: an error in one is a fault. Fans and power may show errors on cards that work."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -112,6 +118,36 @@ def number(text: str) -> int | None:
 def watts(text: str) -> float | None:
     match = re.match(r"\s*(\d+(?:\.\d+)?)\s*W", text)
     return float(match[1]) if match else None
+
+
+def fault(element: ElementTree.Element) -> str:
+    """What stands in place of values of a GPU that cannot be used; empty for one that can."""
+    for node in element.iter():
+        text = (node.text or "").strip().strip("[]")
+        if text.lower() in _UNUSABLE:
+            return text
+    return next((text for path in _CORE if (text := raw(element, path)).lower() in ("unknown error", "err!")), "")
+
+
+def recovery(element: ElementTree.Element) -> str:
+    """What the driver wants done; empty for nothing. Drivers before 565 have two flags in its place."""
+    if action := field(element, "gpu_recovery_action"):
+        return action
+    if field(element, "gpu_reset_status/reset_required") == "Yes":
+        return "Reset"
+    return "Drain and Reset" if field(element, "gpu_reset_status/drain_and_reset_recommended") == "Yes" else ""
+
+
+def slowed(element: ElementTree.Element) -> list[str]:
+    """What lowers the clocks now; a power cap and rest are ordinary, these are not."""
+    bad = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+    found = []
+    for table in ("clocks_event_reasons", "clocks_throttle_reasons"):
+        for node in element.iterfind(f"{table}/*"):
+            name = re.sub(r"^clocks_(event|throttle)_reason_", "", node.tag)
+            if name in bad and (node.text or "").strip() == "Active":
+                found.append(name)
+    return found
 
 
 def capabilities(text: str) -> dict[str, tuple[int, int]]:

@@ -129,8 +129,11 @@ def test_an_answer_that_is_cut_off_says_so() -> None:
 
 def test_nvidia_smi_that_hangs_names_the_gpus_before() -> None:
     text = WHOLE[: WHOLE.index("</gpu>\n") + 300]
-    found = only(mutated(commands={"nvidia-smi-q": Output("hung", text)}), "gpu.driver")
+    hung = {"nvidia-smi-q": Output("hung", text)}
+    found = only(mutated(commands={**hung, "torch": Output("hung")}), "gpu.driver")
     assert found.level == "fail" and "it had answered for 0000:05:00.0" in found.found
+    slow = only(mutated(commands=hung), "gpu.driver")
+    assert slow.level == "warn" and "persistence" in slow.fix, "CUDA starts, so the driver is not stuck"
 
 
 def test_the_fields_of_newer_drivers() -> None:
@@ -208,3 +211,8 @@ def test_documents() -> None:
     assert facts_smi.document("<nvidia_smi_log><a></b></nvidia_smi_log>").error
     cut = facts_smi.document("<nvidia_smi_log><gpu><a>1</a></gpu><gpu><a>")
     assert cut.root is not None and not cut.whole and len(cut.root) == 1
+
+
+def test_torch_tells_the_kind_where_nvidia_smi_fails() -> None:
+    facts = mutated(commands=smi(MISMATCH, 18))
+    assert facts.driver.gpus == () and facts.sm120_capabilities == ((12, 0),)

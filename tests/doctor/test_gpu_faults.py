@@ -6,7 +6,7 @@ import re
 
 import pytest
 from mutated import Mutated, every_field, in_gpu, mutated
-from recorded_machines import HEALTHY, MACHINES, bad, only
+from recorded_machines import HEALTHY, MACHINES, bad, of, only
 
 from sglang_sm120.doctor.checks import judge, run_checks
 from sglang_sm120.doctor.machine import Output
@@ -169,3 +169,19 @@ def test_odd_values_break_no_check(value: str) -> None:
     for tag in FIELDS:
         facts = mutated(commands={"nvidia-smi-q": Output("ok", everywhere(tag, value))})
         assert not [finding for finding in judge(facts) if finding.what.startswith("check ")], tag
+
+
+def test_other_gpus_beside_are_not_judged() -> None:
+    """A card for the screen in a narrow slot, with a power limit, heat and windows on it."""
+    process = "<processes><process_info><pid>5</pid><type>C</type><process_name>x</process_name></process_info>"
+    text = in_gpu(0, "current_link_width", "4x")(WHOLE)
+    text = in_gpu(0, "product_name", "NVIDIA RTX A400")(text)
+    text = in_gpu(0, "current_power_limit", "40.00 W")(text)
+    text = in_gpu(0, "clocks_event_reason_hw_slowdown", "Active")(text).replace("<processes>", process, 1)
+    listing = (MACHINES / HEALTHY / "nvidia-smi-capability.txt").read_text().replace("12.0", "8.6", 1)
+    commands = {"nvidia-smi-q": Output("ok", text), "nvidia-smi-capability": Output("ok", listing)}
+    facts = mutated(commands=commands)
+    assert bad(facts) == set(), "torch has SM120 GPUs only, so the other is hidden from it"
+    assert not of(facts, "gpu.processes") and "RTX A400" in of(facts, "gpu.kind")[0].found
+    commands["nvidia-smi-q"] = Output("ok", in_gpu(0, "gpu_recovery_action", "Reset")(text))
+    assert bad(mutated(commands=commands)) == {("fail", "gpu.faults")}
