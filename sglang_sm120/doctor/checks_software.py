@@ -99,6 +99,12 @@ def _jit(facts: Facts) -> Iterator[Finding]:
     version = version_numbers(facts.nvcc)
     if not version:
         return
+    driver = version_numbers(facts.driver.cuda)
+    if driver and driver[0] < version[0]:
+        found = f"nvcc {facts.nvcc} compiles for a newer major version of CUDA than the driver's, {facts.driver.cuda}"
+        fix = f"a newer driver; or set CUDA_HOME to a toolkit of CUDA {driver[0]}"
+        yield Finding("fail", "FlashInfer's compiler", found, "nvcc of the driver's major version, or older", fix)
+        return
     for capability in facts.sm120_capabilities:
         least = _JIT_MINIMUM.get(capability, (12, 9))
         number, wanted = f"{capability[0]}.{capability[1]}", f"{least[0]}.{least[1]}"

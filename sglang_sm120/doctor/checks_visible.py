@@ -68,7 +68,7 @@ def _kinds(facts: Facts, given: str, words: Sequence[str], chosen: Sequence[Gpu]
     gpus = facts.driver.gpus
     numbers = any(word.isdecimal() for word in words)
     by_place = facts.environ.get("CUDA_DEVICE_ORDER", "").upper() == "PCI_BUS_ID"
-    if numbers and not by_place and len({gpu.name for gpu in gpus}) > 1:
+    if numbers and not by_place and len(words) < len(gpus) and len({gpu.name for gpu in gpus}) > 1:
         found = f"{given}: CUDA counts the fastest GPU first, nvidia-smi by place, and these GPUs differ"
         yield Finding(
             "note", _NAME, found, "CUDA_DEVICE_ORDER=PCI_BUS_ID", "set it, or name GPUs by UUID (nvidia-smi -L)"

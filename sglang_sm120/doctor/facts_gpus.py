@@ -151,6 +151,8 @@ def read_driver(machine: Machine) -> Driver:
             Gpu(index, _model(machine, place) or "NVIDIA GPU", place, capability=capability)
             for index, (place, capability) in enumerate(known.items())
         )
+        if lost and not gpus:  # it ended at the first of them, and the kernel module still has the others
+            gpus = tuple(gpu for gpu in _of_proc(machine) if gpu.bus_id not in lost)
         state = "ok" if gpus else "failed"
         detail = read.error if output.ok else output.why()
         return Driver(state, detail, _module_version(machine), "", gpus, tuple(lost.items()), inforoms)

@@ -100,6 +100,16 @@ def test_sizes_that_make_no_sense_end(length: int, tmp_path: Path) -> None:
     assert time.monotonic() - started < 3
 
 
+def test_what_is_no_container_is_passed_over_at_once(tmp_path: Path) -> None:
+    """Large, with the mark where no container can begin, and a container behind."""
+    library = tmp_path / "x.so"
+    mark = struct.pack("<I", 0xBA55ED50)
+    library.write_bytes(elf(bytes(3) + mark + bytes(1) + b"\x01" * (64 << 20) + container(entry(2, 120))))
+    started = time.monotonic()
+    assert read_archs([library], 5) == ({"sm_120"}, True)
+    assert time.monotonic() - started < 3
+
+
 def test_a_limit_of_time(tmp_path: Path) -> None:
     library = tmp_path / "x.so"
     library.write_bytes(elf(container(*[entry(2, 90)] * 50)))

@@ -76,6 +76,7 @@ FAULTS: list[tuple[str, str, Callable[[Facts], Facts]]] = [
     ("fail", "software.jit", tools("c++")),
     ("fail", "software.jit", tools("libcudart")),
     ("fail", "software.jit", lambda f: replace(f, nvcc="12.6")),
+    ("fail", "software.jit", lambda f: replace(f, nvcc="14.0")),
     ("warn", "host.shared-memory", host(shared=64 << 20, shared_free=64 << 20)),
     ("warn", "host.shared-memory", host(shared_free=1 << 20)),
     ("warn", "host.memory", host(available=1 << 30)),
@@ -110,6 +111,7 @@ def test_a_fault_is_named_and_nothing_else(level: str, check: str, change: Calla
         environ(CUDA_VISIBLE_DEVICES="GPU-1a2b,GPU-3c4d"),
         driver(cuda="13.2"),
         lambda f: replace(f, nvcc="12.9"),
+        lambda f: replace(f, nvcc="13.3"),
         host(files_hard=4096, locked=1 << 16),
     ],
 )

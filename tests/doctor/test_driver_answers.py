@@ -213,6 +213,14 @@ def test_documents() -> None:
     assert cut.root is not None and not cut.whole and len(cut.root) == 1
 
 
+def test_where_nvidia_smi_ends_at_the_first_lost_gpu_the_kernel_module_has_the_others() -> None:
+    files = information("0000:05:00.0", "0000:45:00.0", "0000:e5:00.0")
+    facts = mutated(commands=smi(NO_HANDLE, 15), files=files)
+    assert [gpu.bus_id for gpu in facts.driver.gpus] == ["0000:05:00.0", "0000:e5:00.0"]
+    assert "2 others answer" in only(facts, "gpu.faults").found
+    assert "2 x NVIDIA RTX PRO 6000" in only(facts, "gpu.driver").found
+
+
 def test_torch_tells_the_kind_where_nvidia_smi_fails() -> None:
     facts = mutated(commands=smi(MISMATCH, 18))
     assert facts.driver.gpus == () and facts.sm120_capabilities == ((12, 0),)

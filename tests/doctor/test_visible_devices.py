@@ -85,6 +85,7 @@ def test_uuids_that_are_blanked_are_not_judged() -> None:
     [
         ("2,3", "PCI_BUS_ID", "ok", "2 of 8"),
         ("2,3", "", "note", "counts the fastest GPU first"),
+        ("0,1,2,3,4,5,6,7", "", "ok", "8 of 8"),
         ("0,1", "PCI_BUS_ID", "warn", "none of these is an SM120 GPU"),
         ("GPU-0,GPU-1", "", "warn", "none of these is an SM120 GPU"),
         ("GPU-2,GPU-3", "", "ok", "2 of 8"),
