@@ -127,8 +127,9 @@ def _mode(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "persistence mode", found, fix="sudo systemctl enable --now nvidia-persistenced")
 
 
+_RESET = "end all that uses it, then: sudo nvidia-smi --gpu-reset -i {places}; or reboot (in a guest: by the host)"
 _RECOVERIES = {
-    "Reset": ("fail", "end all that uses it, then: sudo nvidia-smi --gpu-reset -i {places}; or reboot"),
+    "Reset": ("fail", _RESET),
     "Reboot": ("fail", "reboot: the fault may have reached the operating system"),
     "Drain P2P": (
         "fail",
@@ -172,6 +173,9 @@ def _all_faults(facts: Facts) -> Iterator[Finding]:
     if pending := [gpu for gpu in gpus if gpu.row_remapping_pending and not gpu.recovery]:
         found = f"{_named(pending)}: memory that failed is replaced at the next reset"
         yield Finding("warn", "row remapping", found, "none pending", _reset(pending))
+    if parts := [gpu for gpu in gpus if gpu.repair_pending and not gpu.recovery]:
+        found = f"{_named(parts)}: a channel of its memory or a part of its processors is replaced at the next reset"
+        yield Finding("warn", "repair", found, "none pending", _reset(parts))
     if wrong := [gpu for gpu in gpus if gpu.uncorrected_errors and gpu not in failed]:
         told = [f"GPU {gpu.index} ({gpu.bus_id}): {gpu.uncorrected_errors} uncorrectable" for gpu in wrong]
         fix = f"{LOG}\nreboot; if it comes back the card goes to its maker"
@@ -199,7 +203,7 @@ def _places(gpus: Iterable[Gpu]) -> str:
 
 
 def _reset(gpus: Iterable[Gpu]) -> str:
-    return f"end all that uses it, then: sudo nvidia-smi --gpu-reset -i {_places(gpus)}; or reboot"
+    return _RESET.format(places=_places(gpus))
 
 
 def _power(facts: Facts) -> Iterator[Finding]:

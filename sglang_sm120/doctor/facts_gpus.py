@@ -49,7 +49,8 @@ class Gpu:
         license: state of a virtual GPU's licence; empty for others.
         fault: what the driver writes in place of values, such as "GPU requires reset"; empty where all is well.
         recovery: what the driver wants done, "Reset", "Reboot", "Drain P2P" or "Drain and Reset"; empty for nothing.
-        row_remapping_pending: memory that failed is replaced at the next reset.
+        row_remapping_pending: memory that failed is replaced at the next reset; repair_pending: other parts.
+        errors_beyond_limit: more memory failed than can be repaired, or than the maker allows.
         slowed: what lowers the clocks now and should not: "hw_thermal_slowdown" and so on.
     """
 
@@ -84,6 +85,7 @@ class Gpu:
     errors_beyond_limit: bool = False
     row_remapping_pending: bool = False
     row_remapping_failed: bool = False
+    repair_pending: bool = False
     slowed: tuple[str, ...] = ()
     processes: tuple[Process, ...] = ()
 
@@ -234,7 +236,10 @@ def _gpu(machine: Machine, index: int, element: ElementTree.Element, known: Mapp
         fault=facts_smi.fault(element),
         recovery=facts_smi.recovery(element),
         uncorrected_errors=sum(errors),
-        errors_beyond_limit=field(element, "ecc_errors/aggregate/sram_threshold_exceeded") == "Yes",
+        errors_beyond_limit=facts_smi.any_yes(
+            element, "ecc_errors/aggregate/sram_threshold_exceeded", "ecc_errors/unrepairable_memory"
+        ),
+        repair_pending=facts_smi.any_yes(element, "ecc_errors/channel_repair_pending", "ecc_errors/tpc_repair_pending"),
         row_remapping_pending=field(element, "remapped_rows/remapped_row_pending") == "Yes",
         row_remapping_failed=field(element, "remapped_rows/remapped_row_failure") == "Yes",
         slowed=tuple(facts_smi.slowed(element)),

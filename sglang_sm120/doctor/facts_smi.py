@@ -109,6 +109,11 @@ def field(element: ElementTree.Element, path: str) -> str:
     return "" if text.lower() in _NOTHING else text
 
 
+def any_yes(element: ElementTree.Element, *paths: str) -> bool:
+    """Whether one of these fields says so; older drivers have not all of them."""
+    return any(field(element, path) == "Yes" for path in paths)
+
+
 def number(text: str) -> int | None:
     """The first whole number of "16x", "97887 MiB", "600.00 W"."""
     match = re.match(r"\s*(\d+)", text)

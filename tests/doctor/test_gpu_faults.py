@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 from mutated import Mutated, every_field, in_gpu, mutated
@@ -24,10 +25,23 @@ FAULTS: list[tuple[str, str, str, str, str]] = [
     ("fail", "reset_required", "Yes", "", ""),
     ("warn", "remapped_row_pending", "Yes", "at the next reset", "--gpu-reset -i 0000:45:00.0"),
     ("warn", "remapped_row_failure", "Yes", "could not be replaced", "replaced"),
+    ("warn", "ecc_errors", "<unrepairable_memory>Yes</unrepairable_memory>", "could not be replaced", "replaced"),
+    ("warn", "ecc_errors", "<channel_repair_pending>Yes</channel_repair_pending>", "next reset", "--gpu-reset"),
+    ("warn", "ecc_errors", "<tpc_repair_pending>Yes</tpc_repair_pending>", "next reset", "--gpu-reset"),
     ("warn", "dram_uncorrectable", "2", "2 uncorrectable", "reboot"),
     ("fail", "gpu_temp", "Unknown Error", "'Unknown Error'", "reboot"),
     ("fail", "gpu_util", "ERR!", "'ERR!'", "reboot"),
 ]
+
+
+def later_ecc(field: str) -> Callable[[str], str]:
+    """What newer drivers add to the table of errors, on GPU 2."""
+
+    def change(text: str) -> str:
+        parts = text.split("</ecc_errors>")
+        return "</ecc_errors>".join([*parts[:2], parts[2] + field, *parts[3:]])
+
+    return change
 
 
 @pytest.mark.parametrize(("level", "tag", "value", "says", "fix"), FAULTS)
@@ -35,6 +49,8 @@ def test_one_gpu_with_a_fault(level: str, tag: str, value: str, says: str, fix: 
     change = in_gpu(2, tag, value)
     if tag == "reset_required":  # of drivers before 565
         change = in_gpu(2, "gpu_reset_status", "<reset_required>Yes</reset_required>")
+    if tag == "ecc_errors":
+        change = later_ecc(value)
     facts = mutated(commands={"nvidia-smi-q": change})
     found = only(facts, "gpu.faults")
     assert (found.level, "GPU 2 (0000:45:00.0)" in found.found) == (level, True)
