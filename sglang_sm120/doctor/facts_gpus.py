@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from sglang_sm120.doctor import facts_smi
 from sglang_sm120.doctor.facts_smi import bus_id, field, number, watts
-from sglang_sm120.doctor.machine import Machine
+from sglang_sm120.doctor.machine import Machine, Output
 
 _PARENTS = 64
 """Of so many processes of a GPU the parent is looked up: each is a file in /proc, and there may be thousands."""
@@ -156,7 +156,8 @@ def read_driver(machine: Machine) -> Driver:
         if lost and not gpus:  # it ended at the first of them, and the kernel module still has the others
             gpus = tuple(gpu for gpu in _of_proc(machine) if gpu.bus_id not in lost)
         state = "ok" if gpus else "failed"
-        detail = read.error if output.ok else output.why()
+        said = Output("failed", output.text, output.code).why()  # some versions say why and end with status 0
+        detail = read.error if output.ok and said == "exit status 0" else said
         return Driver(state, detail, _module_version(machine), "", gpus, tuple(lost.items()), inforoms)
     gpus = tuple(_gpu(machine, index, element, known) for index, element in enumerate(read.root.findall("gpu")))
     several = len(gpus) > 1
