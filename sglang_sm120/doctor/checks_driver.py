@@ -132,7 +132,7 @@ def _answers(facts: Facts) -> Iterator[Finding]:
     names = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     if driver.state == "missing":
         yield Finding(
-            "warn", "driver", f"no nvidia-smi; the kernel module has {names}: most of these GPUs is not looked at",
+            "warn", "driver", f"no nvidia-smi; the kernel module has {names}: little of these GPUs can be looked at",
             "nvidia-smi", f"in a container: {_GIVE}; else install the driver's tools (nvidia-utils)",
         )  # fmt: skip
         return

@@ -43,8 +43,10 @@ def _kind(facts: Facts) -> Iterator[Finding]:
             hidden = bool(seen) and all(gpu["capability"][0] == 12 for gpu in seen)
             level, what = ("note", ", and hidden from torch") if hidden else ("warn", "")
             yield Finding(level, "GPU", f"not SM120{what}: {names_of}", "compute capability 12.x", fix)
-        if len({(gpu.name, gpu.memory_mib) for gpu in gpus}) > 1:
-            names_of = ", ".join(f"GPU {gpu.index} {gpu.name} ({(gpu.memory_mib or 0) >> 10} GiB)" for gpu in gpus)
+        # Of one in trouble the memory may not be known.
+        kinds = _grouped((f"{gpu.name} ({gpu.memory_mib >> 10} GiB)", gpu) for gpu in gpus if gpu.memory_mib)
+        if len(kinds) > 1:
+            names_of = "; ".join(f"GPU {listed(gpu.index for gpu in those)}: {kind}" for kind, those in kinds)
             yield Finding(
                 "note", "different GPUs", names_of,
                 "equal ones in a tensor-parallel group: the smallest memory and the slowest clock count for all",

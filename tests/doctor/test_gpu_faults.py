@@ -94,6 +94,7 @@ def test_words_in_every_field(words: str, fix: str, form: str) -> None:
     found = only(facts, "gpu.faults")
     assert found.level == "fail" and words in found.found and fix in found.fix
     assert bad(facts) == {("fail", "gpu.faults")}
+    assert {f.level for f in of(facts, "gpu.kind")} == {"ok"}, "it is no other kind of GPU"
 
 
 def test_a_damaged_inforom_is_a_note() -> None:
