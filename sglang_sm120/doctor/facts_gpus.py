@@ -159,7 +159,8 @@ def read_driver(machine: Machine) -> Driver:
         said = Output("failed", output.text, output.code).why()  # some versions say why and end with status 0
         detail = read.error if output.ok and said == "exit status 0" else said
         return Driver(state, detail, _module_version(machine), "", gpus, tuple(lost.items()), inforoms)
-    gpus = tuple(_gpu(machine, index, element, known) for index, element in enumerate(read.root.findall("gpu")))
+    every = (_gpu(machine, index, element, known) for index, element in enumerate(read.root.findall("gpu")))
+    gpus = tuple(gpu for gpu in every if gpu.bus_id not in lost)  # one may be lost between two commands
     several = len(gpus) > 1
     return Driver(
         state="ok",
@@ -167,7 +168,7 @@ def read_driver(machine: Machine) -> Driver:
         version=field(read.root, "driver_version") or field(read.root, "kmd_version"),
         cuda=field(read.root, "cuda_version") or field(read.root, "cuda_umd_version"),  # the latter from 13.x on
         gpus=gpus,
-        lost=tuple((place, words) for place, words in lost.items() if place not in {gpu.bus_id for gpu in gpus}),
+        lost=tuple(lost.items()),
         inforoms=inforoms,
         links=facts_smi.matrix(machine.run("nvidia-smi-topo").text) if several else (),
         p2p=facts_smi.matrix(machine.run("nvidia-smi-p2p").text) if several else (),

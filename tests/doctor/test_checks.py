@@ -198,7 +198,7 @@ def test_a_package_that_hides_another(tmp_path: Path, monkeypatch: pytest.Monkey
     """In another folder, which comes first; and two records in one folder, as an upgrade that was broken off leaves."""
     user, venv = tmp_path / ".local" / "lib", tmp_path / "venv"
     for folder, name, version in (
-        (venv, "tilelang", "0.2"), (user, "tilelang", "0.10"), (venv, "quack_kernels", "1.0"),
+        (venv, "tilelang", "0.10"), (user, "tilelang", "0.2"), (venv, "quack_kernels", "1.0"),
         (venv, "quack-kernels", "1.1"), (user, "nvidia_nccl_cu13", "2.1"), (venv, "nvidia_nccl_cu13", "2.1"),
     ):  # fmt: skip
         info = folder / f"{name}-{version}.dist-info"
@@ -207,13 +207,13 @@ def test_a_package_that_hides_another(tmp_path: Path, monkeypatch: pytest.Monkey
     for folder in (venv, user):
         monkeypatch.syspath_prepend(str(folder))
     gathered = facts_python.gather({}, quick=True)
-    assert gathered["packages"]["tilelang"][:2] == ["0.10", "0.2"], "as Python finds them, not sorted"
+    assert gathered["packages"]["tilelang"][:2] == ["0.2", "0.10"], "as Python finds them, not sorted"
     assert gathered["places"]["tilelang"][:2] == [str(user), str(venv)]
     assert "nvidia-nccl-cu13" not in gathered["places"] or len(gathered["packages"]["nvidia-nccl-cu13"]) > 1
     changed = {name: gathered["packages"][name] for name in ("tilelang", "quack-kernels")}
     (found,) = of(with_python(facts_of(), packages=changed, places=gathered["places"]), "installation.duplicates")
     assert found.level == "warn" and "PYTHONNOUSERSITE=1" in found.fix
-    assert f"tilelang 0.10 ({user}) hides 0.2 ({venv})" in found.found
+    assert f"tilelang 0.2 ({user}) hides 0.10 ({venv})" in found.found
     assert f"in one folder ({venv})" in found.found
 
 

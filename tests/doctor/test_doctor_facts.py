@@ -104,7 +104,7 @@ def test_what_is_no_container_is_passed_over_at_once(tmp_path: Path) -> None:
     """Large, with the mark where no container can begin, and a container behind."""
     library = tmp_path / "x.so"
     mark = struct.pack("<I", 0xBA55ED50)
-    library.write_bytes(elf(bytes(3) + mark + bytes(1) + b"\x01" * (64 << 20) + container(entry(2, 120))))
+    library.write_bytes(elf(bytes(11) + mark + bytes(1) + b"\x01" * (64 << 20) + container(entry(2, 120))))
     started = time.monotonic()
     assert read_archs([library], 5) == ({"sm_120"}, True)
     assert time.monotonic() - started < 3

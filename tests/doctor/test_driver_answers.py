@@ -210,6 +210,21 @@ def test_why_in_a_line(output: Output, why: str) -> None:
     assert output.why() == why
 
 
+def test_a_gpu_that_is_lost_between_two_commands() -> None:
+    facts = mutated(
+        commands={"nvidia-smi-capability": Output("failed", LIST.replace("00000000:45:00.0, 12.0\n", NO_HANDLE))}
+    )
+    assert "0000:45:00.0" not in [gpu.bus_id for gpu in facts.driver.gpus] and len(facts.driver.gpus) == 7
+    assert only(facts, "gpu.faults").level == "fail"
+    assert [gpu.index for gpu in facts.driver.gpus] == [0, 1, 3, 4, 5, 6, 7], "as nvidia-smi counts"
+
+
+def test_what_is_no_lost_gpu() -> None:
+    """A field, which belongs to a GPU that answered; a name that only sounds like it; words without a GPU."""
+    for line in ("<process_name>GPU 1 has fallen off the bus</process_name>", "GPU 1: well", "a GPU is lost"):
+        assert facts_smi.lost([line]) == {}
+
+
 def test_documents() -> None:
     assert facts_smi.document("").error and facts_smi.document("<nvidia_smi_log>\n<gpu id=").error
     assert facts_smi.document("<nvidia_smi_log><a></b></nvidia_smi_log>").error

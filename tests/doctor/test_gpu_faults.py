@@ -97,6 +97,11 @@ def test_words_in_every_field(words: str, fix: str, form: str) -> None:
     assert {f.level for f in of(facts, "gpu.kind")} == {"ok"}, "it is no other kind of GPU"
 
 
+def test_what_the_driver_asks_for_covers_what_is_pending() -> None:
+    text = in_gpu(2, "remapped_row_pending", "Yes")(in_gpu(2, "gpu_recovery_action", "Drain and Reset")(WHOLE))
+    assert only(mutated(commands={"nvidia-smi-q": Output("ok", text)}), "gpu.faults").what == "GPU recovery"
+
+
 def test_a_damaged_inforom_is_a_note() -> None:
     """nvidia-smi ends with status 14, and everything is there."""
     text = WHOLE + "WARNING: infoROM is corrupted at gpu 0000:45:00.0\n"
