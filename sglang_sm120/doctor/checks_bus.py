@@ -28,36 +28,34 @@ def _several(facts: Facts) -> bool:
 
 
 def _link(facts: Facts) -> Iterator[Finding]:
-    gpus = [gpu for gpu in facts.driver.gpus if gpu.link_lanes and gpu.max_link_lanes]
+    gpus = [gpu for gpu in facts.gpus if gpu.link_lanes and gpu.max_link_lanes]
     if not gpus:
         return
     narrow = [gpu for gpu in gpus if (gpu.link_lanes or 0) < (gpu.max_link_lanes or 0)]
     if narrow:
         told = [f"GPU {gpu.index} {gpu.link_lanes} of {gpu.max_link_lanes} lanes" for gpu in narrow]
-        least = min((gpu.link_lanes or 0) / (gpu.max_link_lanes or 1) for gpu in narrow)
         yield Finding(
-            "warn" if least < 0.5 else "note", "PCIe lanes", listed(told), "all lanes of the card",
+            "warn", "PCIe lanes", listed(told), "all lanes of the card",
             "another slot, the BIOS's bifurcation, or the card seated anew (a riser may lose lanes)",
         )  # fmt: skip
-    # The most that card and slot can do; what a link does now is lower at rest, and means nothing then.
     slow = [gpu for gpu in gpus if gpu.card_gen and gpu.slot_gen and gpu.slot_gen < gpu.card_gen]
     if slow:
         told = [f"GPU {gpu.index} generation {gpu.slot_gen} of {gpu.card_gen}" for gpu in slow]
         yield Finding("note", "PCIe slot", listed(told), "a slot of the card's generation", "another slot, or the BIOS")
-    lower = [
-        gpu for gpu in gpus
-        if gpu.busy and not gpu.at_rest and gpu.link_gen and gpu.card_gen
-        and gpu.link_gen < min(gpu.card_gen, gpu.slot_gen or gpu.card_gen)
-    ]  # fmt: skip
+    # Without load a GPU lowers its generation, so what it has now is judged under load alone, against what both can do.
+    below = [gpu for gpu in gpus if gpu.link_gen and gpu.best_gen and gpu.link_gen < gpu.best_gen]
+    lower = [gpu for gpu in below if gpu.link_under_load]
     if lower:
-        told = [f"GPU {gpu.index} generation {gpu.link_gen} of {gpu.card_gen} while busy" for gpu in lower]
+        told = [f"GPU {gpu.index} generation {gpu.link_gen} of {gpu.best_gen} while busy" for gpu in lower]
         yield Finding(
             "warn", "PCIe speed", listed(told), "full speed under load",
             "risers, cables or signal quality: `dmesg | grep -i aer`; the slot's generation in the BIOS",
         )  # fmt: skip
     if not narrow and not slow and not lower:
-        kinds = sorted({f"generation {gpu.card_gen or '?'}, {gpu.link_lanes} lanes" for gpu in gpus})
-        yield Finding("ok", "PCIe links", f"{'; '.join(kinds)} (at rest they slow down)")
+        kinds = sorted({f"generation {gpu.best_gen or '?'}, {gpu.link_lanes} lanes" for gpu in gpus})
+        now = sorted({gpu.link_gen for gpu in below if gpu.link_gen})
+        idle = f" (now generation {listed(now)}, measured without load, where they slow down)" if now else ""
+        yield Finding("ok", "PCIe links", f"{'; '.join(kinds)}{idle}")
 
 
 def _bar1(facts: Facts) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sglang_sm120.doctor.check import Check, listed
+from sglang_sm120.doctor.check import Check
 from sglang_sm120.doctor.facts import Facts
 from sglang_sm120.findings import Finding
 
@@ -73,38 +73,6 @@ def _gib(size: int | None) -> str:
     return f"{size >> 10} KiB"
 
 
-def _visible(facts: Facts) -> Iterator[Finding]:
-    given = facts.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(facts.driver.gpus)
-    if given is None or not count:
-        return
-    words = [word.strip() for word in given.split(",")]
-    numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
-    if given.strip() in ("", "-1", "NoDevFiles"):
-        yield Finding("fail", "CUDA_VISIBLE_DEVICES", f"{given!r} hides every GPU", "the GPUs to serve on", "unset it")
-    elif len(set(words)) < len(words):
-        yield Finding(
-            "fail",
-            "CUDA_VISIBLE_DEVICES",
-            f"{given!r} names a GPU twice: CUDA then sees none",
-            "each once",
-            "set it anew",
-        )
-    elif wrong := [word for word in numbers if not 0 <= int(word) < count]:
-        found = f"{given!r}: there is no GPU {listed(wrong)} of {count}, and CUDA hides those behind it in the list too"
-        yield Finding("fail", "CUDA_VISIBLE_DEVICES", found, f"0 to {count - 1}", "set it anew")
-    elif len(numbers) == len(words):
-        yield Finding("ok", "CUDA_VISIBLE_DEVICES", f"{given}: {len(words)} of {count} GPUs")
-        order = facts.environ.get("CUDA_DEVICE_ORDER", "")
-        if order != "PCI_BUS_ID" and len(words) < count and len({gpu.name for gpu in facts.driver.gpus}) > 1:
-            yield Finding(
-                "note", "CUDA_VISIBLE_DEVICES",
-                f"{given} counts as CUDA does, the fastest GPU first; nvidia-smi, and what is said here of GPUs by "
-                "number, counts along the PCI bus: with cards of several models these may be other GPUs",
-                "numbers that mean the same to both", "export CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by their UUID",
-            )  # fmt: skip
-
-
 # Variable, the values that matter (None: any), level, what they do, what to do.
 _VARIABLES: tuple[tuple[str, str | None, str, str, str], ...] = (
     ("CUDA_LAUNCH_BLOCKING", "1", "warn", "every kernel is waited for", "unset it"),
@@ -159,7 +127,6 @@ CHECKS = (
     Check("host.shared-memory", _shared, quick=True),
     Check("host.limits", _limits, quick=True),
     Check("host.memory", _memory, quick=True),
-    Check("environment.visible-devices", _visible),
     Check("environment.variables", _variables, quick=True),
     Check("profile.profiles", _profiles),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sglang_sm120.doctor.check import Check, listed
 from sglang_sm120.doctor.facts import Facts
@@ -125,14 +125,17 @@ def _pins(facts: Facts) -> Iterator[Finding]:
 
 
 def _duplicates(facts: Facts) -> Iterator[Finding]:
-    packages = facts.python.get("packages", {})
-    twice = [f"{name} {' and '.join(versions)}" for name, versions in packages.items() if len(versions) > 1]
+    packages, places = facts.python.get("packages", {}), facts.python.get("places", {})
+    twice = {name: versions for name, versions in packages.items() if len(versions) > 1}
     if twice:
-        yield Finding(
-            "warn", "packages installed twice", listed(twice), "one version of each",
-            "pip uninstall it until it is gone, then install the one that SGLang asks for",
-        )  # fmt: skip
-    parts = {name: versions[-1] for name, versions in packages.items() if name.startswith("nvidia-cutlass-dsl")}
+        told = [_twice(name, versions, places.get(name, ())) for name, versions in twice.items()]
+        fix = ["pip uninstall it until it is gone, then install the one that SGLang asks for"]
+        if any("/.local/" in path for name in twice for path in places.get(name, ())):
+            fix.insert(0, "PYTHONNOUSERSITE=1 leaves out the packages of ~/.local")
+        if facts.environ.get("PYTHONPATH"):
+            fix.insert(0, "take folders with packages out of PYTHONPATH, which come before the environment's own")
+        yield Finding("warn", "packages installed twice", listed(told), "one version of each", "\n".join(fix))
+    parts = {name: versions[0] for name, versions in packages.items() if name.startswith("nvidia-cutlass-dsl")}
     if len(set(parts.values())) > 1:
         have = ", ".join(f"{name} {version}" for name, version in parts.items())
         wanted = facts.python.get("pins", {}).get("nvidia-cutlass-dsl", max(parts.values()))
@@ -140,6 +143,17 @@ def _duplicates(facts: Facts) -> Iterator[Finding]:
             "warn", "CUTLASS DSL", f"parts of different versions: {have}", "one version of all its parts",
             f"pip install --force-reinstall --no-deps {' '.join(f'{name}=={wanted}' for name in parts)}",
         )  # fmt: skip
+
+
+def _twice(name: str, versions: Sequence[str], places: Sequence[str]) -> str:
+    """Which of them is imported, and where both are."""
+    if len(places) != len(versions):
+        return f"{name} {' and '.join(versions)}"
+    first, rest = versions[0], versions[1:]
+    if len(set(places)) == 1:
+        return f"{name} {first} and {', '.join(rest)} in one folder ({places[0]})"
+    hidden = ", ".join(f"{version} ({place})" for version, place in zip(rest, places[1:], strict=True))
+    return f"{name} {first} ({places[0]}) hides {hidden}"
 
 
 def _b12x(facts: Facts) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_sm120.doctor import facts_cgroup, facts_pci
-from sglang_sm120.doctor.facts_gpus import Driver, read_driver
+from sglang_sm120.doctor.facts_gpus import Driver, Gpu, read_driver
 from sglang_sm120.doctor.machine import COMMANDS, Machine
 from sglang_sm120.kernels.communication.p2p_probe.environment import Environment, read_environment
 
@@ -71,14 +71,23 @@ class Facts:
     profiles: tuple[Mapping[str, str], ...] = ()
 
     def version(self, package: str) -> str:
-        """Of an installed package; empty where there is none. The newest of several."""
+        """Of an installed package; empty where there is none. Of several the one that is imported."""
         versions = self.python.get("packages", {}).get(package) or [""]
-        return str(versions[-1])
+        return str(versions[0])
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Those that a server would run on: the SM120 ones; all of them where there is none."""
+        ours = tuple(gpu for gpu in self.driver.gpus if gpu.is_sm120)
+        return ours or self.driver.gpus
 
     @property
     def sm120_capabilities(self) -> tuple[tuple[int, int], ...]:
-        """Of the SM120 GPUs that are here, each once; (12, 0) where the driver does not say more."""
-        return tuple(sorted({gpu.capability or (12, 0) for gpu in self.driver.gpus if gpu.is_sm120}))
+        """Of the SM120 GPUs that are here, each once; as torch has them where the driver lists none."""
+        if not self.driver.gpus:
+            seen = (gpu["capability"] for gpu in self.torch.gpus or ())
+            return tuple(sorted({(int(major), int(minor)) for major, minor in seen if major == 12}))
+        return tuple(sorted({gpu.sm120_capability for gpu in self.driver.gpus if gpu.sm120_capability is not None}))
 
 
 def gather(machine: Machine, *, quick: bool = False) -> Facts:
@@ -181,11 +190,10 @@ def _torch(machine: Machine) -> Torch:
             continue
         if isinstance(parsed, dict):
             said |= parsed
-    last = next((line for line in reversed(output.text.splitlines()) if line.strip() and not line.startswith("{")), "")
     archs, gpus = said.get("archs"), said.get("gpus")
     return Torch(
         state=output.state,
-        detail=last.strip()[:300],
+        detail=output.why(),
         version=str(said.get("version", "")),
         cuda=str(said.get("cuda") or ""),
         archs=tuple(map(str, archs)) if isinstance(archs, list) else (),

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_sm120.doctor import facts_fatbin
 from sglang_sm120.integration.check import check_tree
+from sglang_sm120.kernels.cuda import build
 
 _ARCH_LIMIT_S = 4.0
 _PINNED = ("torch", "flashinfer-python", "sglang-kernel", "nvidia-cutlass-dsl", "transformers")
@@ -28,10 +29,11 @@ def gather(environ: Mapping[str, str], *, quick: bool) -> dict[str, Any]:
     """Plain data, as a recording holds it. quick: leaves out what opens large files or searches folders.
 
     Returns:
-        version; packages: name -> versions, more than one where two are installed; entry_points; pins: what SGLang asks
-        for exactly; b12x_owners: distributions whose list of files has the package b12x; mscclpp: whether it is there;
-        and unless quick: sglang_tree, hook_problems; archs: distribution -> names of architectures; tools: name -> path
-        of it; jit_cache. unreadable: part -> why, of those that are left empty since reading them failed.
+        version; packages: name -> versions, in the order of Python's path, so the first is what is imported; places:
+        name -> the folders of those, where there are several; entry_points; pins: what SGLang asks for exactly;
+        b12x_owners: distributions whose list of files has the package b12x; mscclpp: whether it is there; and unless
+        quick: sglang_tree, hook_problems; archs: distribution -> names of architectures; tools: name -> path of it;
+        jit_cache. unreadable: part -> why, of those that are left empty since reading them failed.
     """
     unreadable: dict[str, str] = {}
 
@@ -43,10 +45,11 @@ def gather(environ: Mapping[str, str], *, quick: bool) -> dict[str, Any]:
             unreadable[name] = f"{type(error).__name__}: {error}"
             return default
 
-    packages, owners = part("packages", _packages, ({}, []))
+    packages, places, owners = part("packages", _packages, ({}, {}, []))
     facts: dict[str, Any] = {
         "version": platform.python_version(),
         "packages": packages,
+        "places": places,
         "entry_points": part("entry points", _entry_points, []),
         "pins": part("requirements of SGLang", lambda: dict(_pins()), {}),
         "b12x_owners": owners,
@@ -111,8 +114,10 @@ def nvcc_path(environ: Mapping[str, str]) -> str:
     return path if path and shutil.which(path) else ""
 
 
-def _packages() -> tuple[dict[str, list[str]], list[str]]:
+def _packages() -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
+    """Versions, the folders of packages that have several, and the owners of b12x; as `gather` says."""
     found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     owners = []
     for distribution in metadata.distributions():
         try:
@@ -122,9 +127,18 @@ def _packages() -> tuple[dict[str, list[str]], list[str]]:
         if not name or not _SHOWN.match(name) or version in found.get(name, ()):
             continue  # an editable installation is listed twice
         found.setdefault(name, []).append(str(version))
+        places.setdefault(name, []).append(_place(distribution))
         if name in ("b12x", "flashinfer-python") and _owns(distribution, "b12x/__init__.py"):
             owners.append(name)
-    return {name: sorted(versions) for name, versions in sorted(found.items())}, sorted(owners)
+    several = {name: folders for name, folders in sorted(places.items()) if len(folders) > 1}
+    return dict(sorted(found.items())), several, sorted(owners)
+
+
+def _place(distribution: metadata.Distribution) -> str:
+    try:
+        return os.path.abspath(str(distribution.locate_file("")))
+    except (OSError, ValueError, NotImplementedError):
+        return ""
 
 
 def _hooks(packages: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -132,7 +146,7 @@ def _hooks(packages: Mapping[str, list[str]]) -> dict[str, Any]:
     tree, versions = sglang_tree(), packages.get("sglang")
     if tree is None or not versions:
         return {}
-    problems = check_tree(tree, versions[-1])
+    problems = check_tree(tree, versions[0])
     return {"sglang_tree": str(tree), "hook_problems": [[each.hook, each.found, each.needed] for each in problems]}
 
 
@@ -157,8 +171,8 @@ def _pins() -> Iterator[tuple[str, str]]:
 
 
 def _all_archs(packages: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Of the packages that bring compiled kernels; and of torch's own, should torch not start."""
-    found = {}
+    """Of the packages that bring compiled kernels, this one too; and of torch's own, should torch not start."""
+    found = {"sglang-sm120": _shipped()}
     for name in packages:
         if name.startswith(_DEVICE_CODE) or name == "torch":
             libraries = list(_libraries(name))
@@ -166,6 +180,22 @@ def _all_archs(packages: Mapping[str, list[str]]) -> dict[str, list[str]]:
             if libraries:
                 found[name] = sorted(archs) + ([] if complete else ["..."])
     return found
+
+
+def _shipped() -> list[str]:
+    """The architectures for which every kernel of this package came compiled, from its source as it is."""
+    try:
+        manifest, sources = build.read_manifest(), build.sources()
+        return [
+            arch
+            for arch in build.PREBUILT_ARCHS
+            if all(
+                (entry := manifest.get(build.cubin_name(source, arch))) and not build.stale(source, arch, entry)
+                for source in sources
+            )
+        ]
+    except (OSError, ValueError):
+        return []
 
 
 def _libraries(name: str) -> Iterator[Path]:

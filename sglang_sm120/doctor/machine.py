@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,11 @@ COMMANDS = tuple(_COMMANDS)
 
 @dataclass(frozen=True)
 class Output:
-    """What a command wrote. state: "ok", "missing", "failed" (with `code`), "hung" or "skipped"."""
+    """What a command wrote. state: "ok", "missing", "failed" (with `code`), "hung" or "skipped".
+
+    text: what it printed; where it failed or hung, what it said as an error too, below, since a tool that fails half
+    way may have said much that is of use. code: its exit status; negative: the signal that ended it.
+    """
 
     state: str
     text: str = ""
@@ -65,6 +70,25 @@ class Output:
     @property
     def ok(self) -> bool:
         return self.state == "ok"
+
+    def why(self) -> str:
+        """Why there is nothing more, in a line of at most 300 characters; empty where all is well."""
+        if self.state in ("ok", "skipped"):
+            return ""
+        if self.state == "missing":
+            return "not found"
+        if self.state == "hung":
+            return "it does not answer"
+        # Data is no reason: XML and what is indented below it, JSON.
+        lines = [line.strip() for line in self.text.splitlines() if re.match(r"[^\s<{]", line)]
+        if "Traceback (most recent call last):" in lines:
+            lines = lines[-1:]
+        if lines:
+            return " ".join(" ".join(lines).split())[:300]
+        if self.code >= 0:
+            return f"exit status {self.code}"
+        name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else str(-self.code)
+        return f"ended by signal {name}"
 
 
 class Machine(Reader, Protocol):
@@ -140,16 +164,16 @@ def _run(argv: tuple[str, ...], limit_s: float) -> Output:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired as expired:
         hung = True
-        out, err = expired.stdout or b"", b""
+        out, err = expired.stdout or b"", expired.stderr or b""
         os.killpg(process.pid, signal.SIGKILL)
         try:
             out, err = process.communicate(timeout=1)
         except subprocess.TimeoutExpired as again:  # stuck in the driver: even SIGKILL waits for it
-            out = again.stdout or out
-    text = (out or err).decode(errors="replace")
-    if hung:
-        return Output("hung", text)
-    return Output("ok", text) if process.returncode == 0 else Output("failed", text, process.returncode)
+            out, err = again.stdout or out, again.stderr or err
+    if not hung and process.returncode == 0:
+        return Output("ok", (out or err).decode(errors="replace"))
+    both = "\n".join(part.decode(errors="replace") for part in (out, err) if part)
+    return Output("hung", both) if hung else Output("failed", both, process.returncode)
 
 
 class Recorder:

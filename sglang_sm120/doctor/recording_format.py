@@ -124,6 +124,7 @@ _PYTHON: dict[str, Callable[[Any], bool]] = {
     "pins": _table_of(_is_text),
     "b12x_owners": _list_of(_is_text),
     "unreadable": _table_of(_is_text),
+    "places": _table_of(_list_of(_is_text)),
     "sglang_tree": _is_text,
     "hook_problems": _list_of(_list_of(_is_text, 3)),
     "archs": _table_of(_list_of(_is_text)),

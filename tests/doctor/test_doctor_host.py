@@ -1,4 +1,4 @@
-"""Memory within control groups, and GPUs by number where CUDA and nvidia-smi count differently."""
+"""Memory within control groups."""
 
 from __future__ import annotations
 
@@ -113,24 +113,6 @@ def mixed(**environ: str) -> Facts:
     facts = facts_of()
     gpus = tuple(replace(gpu, name="NVIDIA H200") if gpu.index < 2 else gpu for gpu in facts.driver.gpus)
     return replace(facts, driver=replace(facts.driver, gpus=gpus), environ=environ)
-
-
-@pytest.mark.parametrize(
-    ("facts", "levels"),
-    [
-        (mixed(CUDA_VISIBLE_DEVICES="2,3"), ["note", "ok"]),
-        (mixed(CUDA_VISIBLE_DEVICES="2,3", CUDA_DEVICE_ORDER="FASTEST_FIRST"), ["note", "ok"]),
-        (mixed(CUDA_VISIBLE_DEVICES="2,3", CUDA_DEVICE_ORDER="PCI_BUS_ID"), ["ok"]),
-        (mixed(CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"), ["ok"]),
-        (mixed(CUDA_VISIBLE_DEVICES="GPU-1a2b,GPU-3c4d"), []),
-        (mixed(), []),
-        (replace(facts_of(), environ={"CUDA_VISIBLE_DEVICES": "2,3"}), ["ok"]),
-    ],
-)
-def test_numbers_of_gpus_of_several_models(facts: Facts, levels: list[str]) -> None:
-    found = of(facts, "environment.visible-devices")
-    assert [each.level for each in found] == levels
-    assert all("CUDA_DEVICE_ORDER=PCI_BUS_ID" in each.fix for each in found if each.level == "note")
 
 
 def test_the_advice_to_leave_cards_out_says_how_they_are_counted() -> None:

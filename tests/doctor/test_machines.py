@@ -58,7 +58,7 @@ def test_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             "desktop-2-rtx-5090-iommu",
             {
                 ("fail", "installation.selected"), ("fail", "software.torch"), ("fail", "software.driver-for-torch"),
-                ("fail", "software.jit"), ("warn", "all-reduce.environment"), ("warn", "software.archs"),
+                ("fail", "software.jit"), ("warn", "all-reduce.environment"), ("fail", "software.ready-code"),
                 ("warn", "bus.link"), ("warn", "bus.bar1"), ("warn", "bus.iommu"), ("warn", "bus.p2p"),
                 ("warn", "bus.driver-settings"), ("warn", "host.memory"), ("warn", "environment.variables"),
             },
