@@ -34,6 +34,12 @@ class Check:
             ]
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """(13, 0) of "13.0.88"; empty where it is no version."""
+    parts = version.split(".")[:2]
+    return tuple(int(part) for part in parts) if version and all(part.isdecimal() for part in parts) else ()
+
+
 def listed(numbers: Iterable[object], most: int = 8) -> str:
     """ "0, 1, 2", and how many more there are."""
     words = [str(number) for number in numbers]

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from sglang_sm120.doctor import checks_bus, checks_gpu, checks_host, checks_installation, checks_software
+from sglang_sm120.doctor import (
+    checks_bus,
+    checks_code,
+    checks_driver,
+    checks_gpu,
+    checks_host,
+    checks_installation,
+    checks_software,
+    checks_visible,
+)
 from sglang_sm120.doctor.check import Check
 from sglang_sm120.doctor.facts import Facts, gather
 from sglang_sm120.doctor.facts_python import sglang_tree
@@ -13,9 +22,12 @@ __all__ = ["CHECKS", "run_checks", "sglang_tree"]
 
 CHECKS: tuple[Check, ...] = (
     *checks_installation.CHECKS,
+    *checks_driver.CHECKS,
     *checks_gpu.CHECKS,
     *checks_software.CHECKS,
+    *checks_code.CHECKS,
     *checks_bus.CHECKS,
+    *checks_visible.CHECKS,
     *checks_host.CHECKS,
 )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sglang_sm120.doctor import facts_pci
 from sglang_sm120.doctor.check import Check, listed
 from sglang_sm120.doctor.facts import Facts
 from sglang_sm120.findings import Finding
 from sglang_sm120.kernels.communication.p2p_probe import remedies
+from sglang_sm120.kernels.communication.p2p_probe.environment import dividing_ports, forces_p2p
 
 # The legend that nvidia-smi prints below its table.
 _REFUSALS = {
@@ -26,36 +28,34 @@ def _several(facts: Facts) -> bool:
 
 
 def _link(facts: Facts) -> Iterator[Finding]:
-    gpus = [gpu for gpu in facts.driver.gpus if gpu.link_lanes and gpu.max_link_lanes]
+    gpus = [gpu for gpu in facts.gpus if gpu.link_lanes and gpu.max_link_lanes]
     if not gpus:
         return
     narrow = [gpu for gpu in gpus if (gpu.link_lanes or 0) < (gpu.max_link_lanes or 0)]
     if narrow:
         told = [f"GPU {gpu.index} {gpu.link_lanes} of {gpu.max_link_lanes} lanes" for gpu in narrow]
-        least = min((gpu.link_lanes or 0) / (gpu.max_link_lanes or 1) for gpu in narrow)
         yield Finding(
-            "warn" if least < 0.5 else "note", "PCIe lanes", listed(told), "all lanes of the card",
+            "warn", "PCIe lanes", listed(told), "all lanes of the card",
             "another slot, the BIOS's bifurcation, or the card seated anew (a riser may lose lanes)",
         )  # fmt: skip
-    # The most that card and slot can do; what a link does now is lower at rest, and means nothing then.
     slow = [gpu for gpu in gpus if gpu.card_gen and gpu.slot_gen and gpu.slot_gen < gpu.card_gen]
     if slow:
         told = [f"GPU {gpu.index} generation {gpu.slot_gen} of {gpu.card_gen}" for gpu in slow]
         yield Finding("note", "PCIe slot", listed(told), "a slot of the card's generation", "another slot, or the BIOS")
-    lower = [
-        gpu for gpu in gpus
-        if gpu.busy and not gpu.at_rest and gpu.link_gen and gpu.card_gen
-        and gpu.link_gen < min(gpu.card_gen, gpu.slot_gen or gpu.card_gen)
-    ]  # fmt: skip
+    # Without load a GPU lowers its generation, so what it has now is judged under load alone, against what both can do.
+    below = [gpu for gpu in gpus if gpu.link_gen and gpu.best_gen and gpu.link_gen < gpu.best_gen]
+    lower = [gpu for gpu in below if gpu.link_under_load]
     if lower:
-        told = [f"GPU {gpu.index} generation {gpu.link_gen} of {gpu.card_gen} while busy" for gpu in lower]
+        told = [f"GPU {gpu.index} generation {gpu.link_gen} of {gpu.best_gen} while busy" for gpu in lower]
         yield Finding(
             "warn", "PCIe speed", listed(told), "full speed under load",
             "risers, cables or signal quality: `dmesg | grep -i aer`; the slot's generation in the BIOS",
         )  # fmt: skip
     if not narrow and not slow and not lower:
-        kinds = sorted({f"generation {gpu.card_gen or '?'}, {gpu.link_lanes} lanes" for gpu in gpus})
-        yield Finding("ok", "PCIe links", f"{'; '.join(kinds)} (at rest they slow down)")
+        kinds = sorted({f"generation {gpu.best_gen or '?'}, {gpu.link_lanes} lanes" for gpu in gpus})
+        now = sorted({gpu.link_gen for gpu in below if gpu.link_gen})
+        idle = f" (now generation {listed(now)}, measured without load, where they slow down)" if now else ""
+        yield Finding("ok", "PCIe links", f"{'; '.join(kinds)}{idle}")
 
 
 def _bar1(facts: Facts) -> Iterator[Finding]:
@@ -83,6 +83,9 @@ def _iommu(facts: Facts) -> Iterator[Finding]:
             f"it translates what these GPUs send{arguments}: the usual cause of hangs and slow transfers between them",
             "passthrough (iommu=pt) or no IOMMU", f"{remedies.iommu(bus)}\n{_PROBE}",
         )  # fmt: skip
+    elif facts.host.virtual:  # what a guest sees is the hypervisor's, and its GPUs are behind the host's IOMMU
+        if not facts.quick and _several(facts):
+            yield Finding("note", "IOMMU", f"not known: {_GUEST}{arguments}", fix=f"look on the host; or {_PROBE}")
     elif bus.iommu_translates is False:
         yield Finding("ok", "IOMMU", f"on, and passes these GPUs' traffic through{arguments}")
     elif facts.pci_gpus and not bus.iommus:
@@ -92,25 +95,30 @@ def _iommu(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "IOMMU", found, fix=f"look on the host, not in a container; or {_PROBE}")
 
 
+_GUEST = "this is a virtual machine, and the host's does not show in it"
+
+
 def _acs(facts: Facts) -> Iterator[Finding]:
+    """Of the ports of switches below which GPUs part. Those of different root ports meet at the root anyway."""
     if not _several(facts):
         return
     if facts.bus.acs_bridges:
-        roots = {bridge.bus_id for bridge in facts.bridges if bridge.kind == "Root Port"}
-        switches = [bridge for bridge in facts.bus.acs_bridges if bridge not in roots]
-        where = f"on {'ports of switches' if switches and roots else 'bridges'} above the GPUs" if switches else (
-            "on root ports only, behind which GPUs of other ports lie anyway"
-        )  # fmt: skip
         yield Finding(
-            "warn" if switches else "note", "ACS", f"{where}: {listed(switches or facts.bus.acs_bridges)}",
+            "warn", "ACS", f"it redirects on ports of switches above the GPUs: {listed(facts.bus.acs_bridges)}",
             "no redirection, so that GPUs behind one switch reach each other directly", remedies.acs(facts.bus),
         )  # fmt: skip
+    elif facts.host.virtual:
+        if not facts.quick:
+            yield Finding("note", "ACS", f"not known: {_GUEST}", fix=f"look on the host; or {_PROBE}")
     elif facts.bridges and facts.lspci == "ok":
-        yield Finding("ok", "ACS", "no bridge above the GPUs redirects their traffic")
+        ways = facts_pci.chains(facts.bridges, [gpu.bus_id for gpu in facts.driver.gpus or facts.pci_gpus])
+        alone = "" if dividing_ports(ways) else ": no two of them share one, and they meet at the root"
+        yield Finding("ok", "ACS", f"no switch redirects what the GPUs send each other{alone}")
     elif not facts.quick:
-        why = {"missing": "lspci is not installed", "denied": "lspci shows it to root alone"}.get(
-            facts.lspci, "lspci does not show the bridges above these GPUs"
-        )
+        why = {
+            "missing": "lspci is not installed", "denied": "lspci shows it to root alone", "hung": "lspci hangs",
+            "failed": "lspci failed",
+        }.get(facts.lspci, "lspci does not show all bridges above these GPUs")  # fmt: skip
         fix = f"run doctor as root on the host, with pciutils installed; or {_PROBE}"
         yield Finding("note", "ACS", f"not known: {why}", fix=fix)
 
@@ -138,7 +146,7 @@ def _promised(facts: Facts) -> Iterator[Finding]:
 def _driver_settings(facts: Facts) -> Iterator[Finding]:
     bus = facts.bus
     if bus.force_p2p:
-        keys = next(line for line in bus.driver_parameters if "forcep2p" in line.lower())
+        keys = ", ".join(line for line in bus.driver_parameters if forces_p2p(line))
         found = f"the driver was told to promise it ({keys}); whether data arrives is another matter"
         yield Finding("warn", "forced P2P", found, fix=f"{_PROBE}\nif it fails: {remedies.forced(bus)}")
     if bus.uvm_disable_hmm is False and _several(facts):

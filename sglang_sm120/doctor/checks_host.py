@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sglang_sm120.doctor.check import Check, listed
+from sglang_sm120.doctor.check import Check
 from sglang_sm120.doctor.facts import Facts
 from sglang_sm120.findings import Finding
 
@@ -53,9 +53,12 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if host.memory is None or host.available is None:
         return
     nodes = f" on {len(host.nodes)} NUMA nodes" if len(host.nodes) > 1 else ""
-    found = f"{_gib(host.available)} available of {_gib(host.memory)}{nodes}"
+    within = " that the control group of this process allows" if host.limit is not None else nodes
+    found = f"{_gib(host.available)} available of {_gib(host.memory)}{within}"
     if host.available * 10 < host.memory:
         fix = "end what holds it: ps aux --sort=-rss | head"
+        if host.limit is not None:
+            fix += "\nraise the limit: docker run --memory, MemoryMax= of the service, or what the job asked for"
         yield Finding("warn", "memory", found, "room to load the weights through", fix)
     else:
         yield Finding("ok", "memory", found)
@@ -68,30 +71,6 @@ def _gib(size: int | None) -> str:
         if size >= 1 << shift:
             return f"{size / (1 << shift):.0f} {unit}"
     return f"{size >> 10} KiB"
-
-
-def _visible(facts: Facts) -> Iterator[Finding]:
-    given = facts.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(facts.driver.gpus)
-    if given is None or not count:
-        return
-    words = [word.strip() for word in given.split(",")]
-    numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
-    if given.strip() in ("", "-1", "NoDevFiles"):
-        yield Finding("fail", "CUDA_VISIBLE_DEVICES", f"{given!r} hides every GPU", "the GPUs to serve on", "unset it")
-    elif len(set(words)) < len(words):
-        yield Finding(
-            "fail",
-            "CUDA_VISIBLE_DEVICES",
-            f"{given!r} names a GPU twice: CUDA then sees none",
-            "each once",
-            "set it anew",
-        )
-    elif wrong := [word for word in numbers if not 0 <= int(word) < count]:
-        found = f"{given!r}: there is no GPU {listed(wrong)} of {count}, and CUDA hides those behind it in the list too"
-        yield Finding("fail", "CUDA_VISIBLE_DEVICES", found, f"0 to {count - 1}", "set it anew")
-    elif len(numbers) == len(words):
-        yield Finding("ok", "CUDA_VISIBLE_DEVICES", f"{given}: {len(words)} of {count} GPUs")
 
 
 # Variable, the values that matter (None: any), level, what they do, what to do.
@@ -148,7 +127,6 @@ CHECKS = (
     Check("host.shared-memory", _shared, quick=True),
     Check("host.limits", _limits, quick=True),
     Check("host.memory", _memory, quick=True),
-    Check("environment.visible-devices", _visible),
     Check("environment.variables", _variables, quick=True),
     Check("profile.profiles", _profiles),
 )

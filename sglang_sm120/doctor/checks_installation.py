@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 
 from sglang_sm120.doctor.check import Check, listed
 from sglang_sm120.doctor.facts import Facts
@@ -39,10 +40,13 @@ def _entry_point(facts: Facts) -> Iterator[Finding]:
 
 def _selected(facts: Facts) -> Iterator[Finding]:
     plugins = facts.environ.get("SGLANG_PLUGINS", "")
-    if plugins and "sm120" not in [name.strip() for name in plugins.split(",")]:
+    # As SGLang reads it: what is not empty restricts, so that a lone comma or blank leaves out every plugin.
+    names = [name.strip() for name in plugins.split(",") if name.strip()]
+    if plugins and "sm120" not in names:
+        wanted = shlex.quote(",".join([*dict.fromkeys(names), "sm120"]))
         yield Finding(
             "fail", "SGLANG_PLUGINS", f"{plugins!r} leaves out sm120, so SGLang does not know our flags",
-            fix=f"set SGLANG_PLUGINS={plugins},sm120, or unset it",
+            fix=f"set SGLANG_PLUGINS={wanted}, or unset it",
         )  # fmt: skip
     platform = facts.environ.get("SGLANG_PLATFORM", "")
     if platform == "sm120" and flag_given("sm120_emulate", (), facts.environ):
@@ -50,6 +54,15 @@ def _selected(facts: Facts) -> Iterator[Finding]:
     if platform:
         reason = "that platform is for emulation" if platform == "sm120" else "SGLang then loads none of our plugins"
         yield Finding("fail", "SGLANG_PLATFORM", f"{platform!r}: {reason}", fix="unset SGLANG_PLATFORM")
+
+
+def _readable(facts: Facts) -> Iterator[Finding]:
+    """What other packages' damage kept doctor from reading; the checks that need it are silent."""
+    for name, error in facts.python.get("unreadable", {}).items():
+        yield Finding(
+            "warn", "damaged installation", f"{name}: {error}", "packages that can be read",
+            "`pip check`, and install anew what the error names",
+        )  # fmt: skip
 
 
 def _hooks(facts: Facts) -> Iterator[Finding]:
@@ -112,14 +125,17 @@ def _pins(facts: Facts) -> Iterator[Finding]:
 
 
 def _duplicates(facts: Facts) -> Iterator[Finding]:
-    packages = facts.python.get("packages", {})
-    twice = [f"{name} {' and '.join(versions)}" for name, versions in packages.items() if len(versions) > 1]
+    packages, places = facts.python.get("packages", {}), facts.python.get("places", {})
+    twice = {name: versions for name, versions in packages.items() if len(versions) > 1}
     if twice:
-        yield Finding(
-            "warn", "packages installed twice", listed(twice), "one version of each",
-            "pip uninstall it until it is gone, then install the one that SGLang asks for",
-        )  # fmt: skip
-    parts = {name: versions[-1] for name, versions in packages.items() if name.startswith("nvidia-cutlass-dsl")}
+        told = [_twice(name, versions, places.get(name, ())) for name, versions in twice.items()]
+        fix = ["pip uninstall it until it is gone, then install the one that SGLang asks for"]
+        if any("/.local/" in path for name in twice for path in places.get(name, ())):
+            fix.insert(0, "PYTHONNOUSERSITE=1 leaves out the packages of ~/.local")
+        if facts.environ.get("PYTHONPATH"):
+            fix.insert(0, "take folders with packages out of PYTHONPATH, which come before the environment's own")
+        yield Finding("warn", "packages installed twice", listed(told), "one version of each", "\n".join(fix))
+    parts = {name: versions[0] for name, versions in packages.items() if name.startswith("nvidia-cutlass-dsl")}
     if len(set(parts.values())) > 1:
         have = ", ".join(f"{name} {version}" for name, version in parts.items())
         wanted = facts.python.get("pins", {}).get("nvidia-cutlass-dsl", max(parts.values()))
@@ -127,6 +143,17 @@ def _duplicates(facts: Facts) -> Iterator[Finding]:
             "warn", "CUTLASS DSL", f"parts of different versions: {have}", "one version of all its parts",
             f"pip install --force-reinstall --no-deps {' '.join(f'{name}=={wanted}' for name in parts)}",
         )  # fmt: skip
+
+
+def _twice(name: str, versions: Sequence[str], places: Sequence[str]) -> str:
+    """Which of them is imported, and where both are."""
+    if len(places) != len(versions):
+        return f"{name} {' and '.join(versions)}"
+    first, rest = versions[0], versions[1:]
+    if len(set(places)) == 1:
+        return f"{name} {first} and {', '.join(rest)} in one folder ({places[0]})"
+    hidden = ", ".join(f"{version} ({place})" for version, place in zip(rest, places[1:], strict=True))
+    return f"{name} {first} ({places[0]}) hides {hidden}"
 
 
 def _b12x(facts: Facts) -> Iterator[Finding]:
@@ -150,6 +177,7 @@ CHECKS = (
     Check("installation.sglang", _sglang, quick=True),
     Check("installation.entry-point", _entry_point, quick=True),
     Check("installation.selected", _selected, quick=True),
+    Check("installation.readable", _readable, quick=True),
     Check("installation.hooks", _hooks),
     Check("installation.options", _options),
     Check("installation.pins", _pins, quick=True),

@@ -1,25 +1,29 @@
-"""torch, compiled kernels and what FlashInfer needs to compile its own: whether they are for these GPUs."""
+"""torch, and what FlashInfer needs to compile its kernels: whether they are for these GPUs and this driver."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_sm120.doctor.check import Check, listed
+from sglang_sm120.doctor.check import Check, listed, version_numbers
+from sglang_sm120.doctor.checks_code import REINSTALL
 from sglang_sm120.doctor.facts import Facts
-from sglang_sm120.doctor.facts_fatbin import covers
 from sglang_sm120.findings import Finding
 
-_REINSTALL = "reinstall torch as SGLang pins it, from the index of a CUDA build"
 # FlashInfer 0.7.2, compilation_context.py: 12.0 needs CUDA 12.8 and prefers 12.9; 12.1 needs 12.9.
 _JIT_MINIMUM = {(12, 0): (12, 8), (12, 1): (12, 9)}
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
     torch, has_gpu = facts.torch, bool(facts.driver.gpus)
-    if torch.state in ("failed", "missing"):
+    if torch.state == "failed" and torch.version:
+        yield Finding(
+            "fail", "torch", f"torch {torch.version} imports, and its process ends when CUDA starts: {torch.detail}",
+            "GPUs that answer", "`sudo dmesg | grep -iE 'xid|nvrm'`; a driver and a torch that fit; reboot",
+        )  # fmt: skip
+    elif torch.state in ("failed", "missing"):
         installed = facts.version("torch")
         found = f"torch {installed} does not start: {torch.detail}" if installed else "not installed"
-        yield Finding("fail", "torch", found, "a torch that imports", _REINSTALL)
+        yield Finding("fail", "torch", found, "a torch that imports", REINSTALL)
     elif torch.state == "hung" and not torch.version:
         found = "importing it takes more than a minute and a half"
         yield Finding("fail", "torch", found, "a torch that imports", "look at the disk it is on; then reinstall it")
@@ -29,7 +33,7 @@ def _torch(facts: Facts) -> Iterator[Finding]:
             "`dmesg | grep -iE 'xid|nvrm'`; reboot",
         )  # fmt: skip
     elif torch.state == "ok" and not torch.cuda and has_gpu:
-        yield Finding("fail", "torch", f"{torch.version} is a build without CUDA", "a CUDA build", _REINSTALL)
+        yield Finding("fail", "torch", f"{torch.version} is a build without CUDA", "a CUDA build", REINSTALL)
     elif torch.cuda_error and has_gpu:
         fix = "install a newer driver, if that is what it says\nelse look at CUDA_VISIBLE_DEVICES and `nvidia-smi`"
         yield Finding(
@@ -37,60 +41,44 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         )
     elif torch.state == "ok" and torch.cuda:
         yield Finding("ok", "torch", f"{torch.version}, built with CUDA {torch.cuda}")
+        yield from _unseen(facts)
+
+
+def _unseen(facts: Facts) -> Iterator[Finding]:
+    """GPUs that the driver has and CUDA does not. With MIG, CUDA has parts, and one of them at a time; those that are
+    prohibited to it gpu.mode names."""
+    seen, gpus = facts.torch.gpus or (), facts.driver.gpus
+    chosen = "CUDA_VISIBLE_DEVICES" in facts.environ
+    if (
+        seen
+        and len(seen) < len(gpus)
+        and not chosen
+        and not any(gpu.mig == "Enabled" or gpu.compute_mode == "Prohibited" for gpu in gpus)
+    ):
+        found = f"torch sees {len(seen)} of the {len(gpus)} GPUs that the driver has"
+        fix = "`sudo dmesg | grep -iE 'xid|nvrm'`; nvidia-smi -q on the one that is missing; reboot"
+        yield Finding("warn", "GPUs for torch", found, "all of them, or a choice by CUDA_VISIBLE_DEVICES", fix)
 
 
 def _driver(facts: Facts) -> Iterator[Finding]:
     """Within one major version of CUDA an older driver runs newer code, except PTX, which it would have to compile."""
-    built, driver = _numbers(facts.torch.cuda), _numbers(facts.driver.cuda)
+    built, driver = version_numbers(facts.torch.cuda), version_numbers(facts.driver.cuda)
     if not built or not driver:
         return
     said = f"driver {facts.driver.version} is for CUDA {facts.driver.cuda}, torch was built with {facts.torch.cuda}"
-    if driver[0] < built[0]:
+    if driver[0] < built[0] and facts.torch.gpus:  # CUDA's compat libraries stand in for the driver's
+        yield Finding("note", "driver for torch", f"{said}; torch sees the GPUs all the same, by compat libraries")
+    elif driver[0] < built[0]:
         yield Finding(
             "fail", "driver for torch", said, f"a driver for CUDA {built[0]}.0 or newer", "install a newer driver"
         )
     elif driver < built:
         yield Finding(
-            "note", "driver for torch", f"{said}: code that comes as PTX alone does not run", fix="a newer driver"
+            "note",
+            "driver for torch",
+            f"{said}: within one major version its machine code runs, PTX does not",
+            fix="a newer driver, where something comes as PTX alone (software.ready-code)",
         )
-
-
-def _archs(facts: Facts) -> Iterator[Finding]:
-    """Whether compiled code is there for these GPUs, package by package."""
-    capabilities = facts.sm120_capabilities
-    if not capabilities:
-        return
-    compiled = {name: tuple(archs) for name, archs in facts.python.get("archs", {}).items()}
-    if facts.torch.archs:
-        compiled["torch"] = facts.torch.archs
-    for name, archs in sorted(compiled.items()):
-        if "..." in archs:  # there was no time to read all of it
-            continue
-        for capability in capabilities:
-            number = f"{capability[0]}.{capability[1]}"
-            machine = [arch for arch in archs if arch.startswith("sm_") and covers(arch, capability)]
-            text = [arch for arch in archs if arch.startswith("compute_") and covers(arch, capability)]
-            have = listed(archs, 12) or "none"
-            if machine:
-                yield Finding("ok", f"code of {name}", f"{listed(machine)} for {number}")
-            elif text:
-                yield Finding(
-                    "warn", f"code of {name}", f"for {number} only as PTX ({listed(text)}), which the driver compiles",
-                    f"machine code for {number}", "a build of a newer CUDA; the first start takes minutes otherwise",
-                )  # fmt: skip
-            else:
-                # FlashInfer compiles what its cache of ready code does not have; the other two do not.
-                level = "warn" if name.startswith("flashinfer") else "fail"
-                found = f"none for {number} (there is {have}): kernels fail to launch, often reported as another error"
-                yield Finding(
-                    level, f"code of {name}", found, f"a build with sm_{number.replace('.', '')}", _newer(name)
-                )
-
-
-def _newer(name: str) -> str:
-    if name == "torch":
-        return _REINSTALL
-    return f"pip install --force-reinstall --no-deps {name} in the version that SGLang pins, for CUDA 12.8 or newer"
 
 
 def _jit(facts: Facts) -> Iterator[Finding]:
@@ -108,8 +96,14 @@ def _jit(facts: Facts) -> Iterator[Finding]:
     if "nvcc" in tools and "libcudart" not in tools:
         found = f"no libcudart.so under {tools.get('cuda_home', '')}, which every kernel is linked with"
         yield Finding(level, "FlashInfer's compiler", found, needed, "install the toolkit's cudart development package")
-    version = _numbers(facts.nvcc)
+    version = version_numbers(facts.nvcc)
     if not version:
+        return
+    driver = version_numbers(facts.driver.cuda)
+    if driver and driver[0] < version[0]:
+        found = f"nvcc {facts.nvcc} compiles for a newer major version of CUDA than the driver's, {facts.driver.cuda}"
+        fix = f"a newer driver; or set CUDA_HOME to a toolkit of CUDA {driver[0]}"
+        yield Finding("fail", "FlashInfer's compiler", found, "nvcc of the driver's major version, or older", fix)
         return
     for capability in facts.sm120_capabilities:
         least = _JIT_MINIMUM.get(capability, (12, 9))
@@ -164,34 +158,9 @@ def _stale(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "FlashInfer's compiled kernels", found, "the same toolkit", fix)
 
 
-def _nvrtc(facts: Facts) -> Iterator[Finding]:
-    """Our kernels come compiled; NVRTC serves where those do not fit."""
-    packages = facts.python.get("packages", {})
-    versions = [packages[name][-1] for name in packages if name.startswith("nvidia-cuda-nvrtc")]
-    newest = max(versions, key=_numbers, default="")
-    if not versions or "cuda-bindings" not in packages:
-        fix = "pip install cuda-bindings nvidia-cuda-nvrtc (both come with a CUDA build of torch)"
-        yield Finding(
-            "note", "NVRTC", "not installed; our kernels come compiled, and need it where those do not fit", fix=fix
-        )
-    elif _numbers(newest) < (12, 8):
-        yield Finding("note", "NVRTC", f"{newest} does not know sm_120a", "12.8 or newer", "a newer nvidia-cuda-nvrtc")
-    else:
-        runtime = [packages[name][-1] for name in packages if name.startswith("nvidia-cuda-runtime")]
-        yield Finding("ok", "NVRTC", newest + (f", CUDA runtime {max(runtime, key=_numbers)}" if runtime else ""))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """(13, 0) of "13.0.88"; empty where it is no version."""
-    parts = version.split(".")[:2]
-    return tuple(int(part) for part in parts) if version and all(part.isdecimal() for part in parts) else ()
-
-
 CHECKS = (
     Check("software.torch", _torch),
     Check("software.driver-for-torch", _driver),
-    Check("software.archs", _archs),
     Check("software.jit", _jit),
     Check("software.jit-cache", _stale),
-    Check("software.nvrtc", _nvrtc),
 )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_sm120.doctor import redact, report
+from sglang_sm120.doctor import output, redact, report
 from sglang_sm120.doctor.checks import judge
 from sglang_sm120.doctor.facts import Facts, gather
 from sglang_sm120.doctor.machine import Machine, Recorder, Recording, ThisMachine
@@ -46,18 +46,18 @@ def run(args: argparse.Namespace, machine: Machine | None = None) -> int:
         ConfigError: a file that cannot be written or is there already; a folder that is no recording; --probe with one.
     """
     for option, path in (("--report", args.report), ("--record", args.record)):
-        _require_free(option, path, args.force)
+        output.require_free(option, path, force=args.force)
     if args.machine and args.probe:
         raise ConfigError("--probe with --machine", "the GPUs themselves, to try them", "drop one of the two")
     if machine is None:
         machine = _recording(args.machine) if args.machine else ThisMachine()
     recorder = Recorder(machine)
-    facts = gather(recorder)
+    facts = _gather(recorder, args.machine)
     findings = judge(facts)
     if args.probe:
         findings = worst_first([*findings, *probe_findings(facts)])
     if args.json:
-        sys.stdout.write(report.to_json(findings))
+        output.to_stdout(report.to_json(findings))
     else:
         _show(findings, fix_hints=args.fix_hints)
     if args.report or args.record:
@@ -85,56 +85,60 @@ def _probe() -> list[Finding]:
 
 
 def _show(findings: list[Finding], *, fix_hints: bool) -> None:
-    """A table on a terminal; plain lines into a pipe, or where rich is broken."""
+    """A table on a terminal that is wide enough; plain lines into a pipe, or where rich is broken in any way."""
+    text = None
     try:
         from rich.console import Console
 
         console = Console()
-        if console.is_terminal:
-            report.show(findings, console, fix_hints=fix_hints)
-            return
-    except ImportError:
-        pass
-    sys.stdout.write(report.plain(findings, fix_hints=fix_hints))
+        if console.is_terminal and console.width >= report.TABLE_WIDTH:
+            with console.capture() as captured:  # so that a table is there as a whole or not at all
+                report.show(findings, console, fix_hints=fix_hints)
+            text = captured.get()
+    except Exception:  # an import error, or a version that lacks what the table needs
+        text = None
+    output.to_stdout(report.plain(findings, fix_hints=fix_hints) if text is None else text)
+
+
+def _gather(machine: Machine, recorded: str | None) -> Facts:
+    """recorded: the folder of a recording, whose texts may be of any kind."""
+    try:
+        return gather(machine)
+    except Exception as error:
+        if recorded is None:
+            raise
+        raise _damaged(recorded, f"its texts cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _recording(folder: str) -> Recording:
     try:
         return Recording(Path(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--machine {folder}: {type(error).__name__}: {error}", "a folder that --record wrote", "record it again"
-        ) from error
+    except (OSError, ValueError) as error:
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise _damaged(folder, why) from error
 
 
-def _require_free(option: str, path: str | None, force: bool) -> None:
-    if path is None or force:
-        return
-    there = Path(path)
-    if there.is_dir() and not any(there.iterdir()) and option == "--record":
-        return
-    if there.exists():
-        raise ConfigError(f"{option} {path} is there already", "a new name", "name another, or add --force")
+def _damaged(folder: str, why: str) -> ConfigError:
+    return ConfigError(f"--machine {folder}: {why}", "a folder that --record wrote", "record it again")
 
 
 def _write(args: argparse.Namespace, findings: list[Finding], recorder: Recorder) -> None:
     """Redacted, both; the findings too, since they name paths."""
     identity = redact.Identity.of_this_machine()
     parts = recorder.sections()
-    try:
-        if args.report:
-            key = "report"
-            text = redact.redact_all({key: report.bug_report(findings, parts)}, identity)[key]
-            with open(args.report, "w" if args.force else "x", encoding="utf-8") as file:
-                file.write(text)
-            print(f"wrote {args.report}; look it over before you attach it", file=sys.stderr)
-        if args.record:
-            folder = Path(args.record)
+    if args.report:
+        shown = redact.redact_all({"": report.head(findings), **parts}, identity)
+        text = report.bug_report(shown.pop(""), shown)
+        output.write_file("--report", Path(args.report), text, force=args.force)
+        print(f"wrote {args.report}; look it over before you attach it", file=sys.stderr)
+    if args.record:
+        folder = Path(args.record)
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, text in redact.redact_all(parts, identity).items():
-                (folder / name).write_text(text, encoding="utf-8")
-            print(f"wrote {args.record}", file=sys.stderr)
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: {error.strerror}", "a path that can be written", "name another"
-        ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"--record {folder}: {error.strerror}", "a folder that can be made", "name another"
+            ) from error
+        for name, text in redact.redact_all(parts, identity).items():
+            output.write_file("--record", folder / name, text, force=args.force)
+        print(f"wrote {args.record}", file=sys.stderr)

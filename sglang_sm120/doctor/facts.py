@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_sm120.doctor import facts_pci
-from sglang_sm120.doctor.facts_gpus import Driver, read_driver
+from sglang_sm120.doctor import facts_cgroup, facts_pci
+from sglang_sm120.doctor.facts_gpus import Driver, Gpu, read_driver
 from sglang_sm120.doctor.machine import COMMANDS, Machine
 from sglang_sm120.kernels.communication.p2p_probe.environment import Environment, read_environment
 
-_IN_CONTAINERS = ("/.dockerenv", "/run/systemd/container", "/var/run/secrets/kubernetes.io")
+_IN_CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container", "/var/run/secrets/kubernetes.io")
 """With cgroups of version 2 a container no longer shows in /proc/1/cgroup."""
 
 
@@ -22,18 +22,21 @@ _IN_CONTAINERS = ("/.dockerenv", "/run/systemd/container", "/var/run/secrets/kub
 class Host:
     """The host's own resources, in bytes; None where they are not known.
 
-    files_hard, locked: hard limits of this process; -1 is none. nodes: NUMA nodes with memory, with their
-    bytes. container: this process is in one.
+    memory, available: within the limit of the process's control groups; limit: that, where it is lower than the
+    machine's memory. files_hard, locked: hard limits of this process; -1 is none. nodes: NUMA nodes with memory, with
+    their bytes. container: this process is in one. virtual: this is a virtual machine, which sees buses of its own.
     """
 
     memory: int | None = None
     available: int | None = None
+    limit: int | None = None
     shared: int | None = None
     shared_free: int | None = None
     files_hard: int | None = None
     locked: int | None = None
     nodes: tuple[tuple[int, int], ...] = ()
     container: bool = False
+    virtual: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,23 @@ class Facts:
     profiles: tuple[Mapping[str, str], ...] = ()
 
     def version(self, package: str) -> str:
-        """Of an installed package; empty where there is none. The newest of several."""
+        """Of an installed package; empty where there is none. Of several the one that is imported."""
         versions = self.python.get("packages", {}).get(package) or [""]
-        return str(versions[-1])
+        return str(versions[0])
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Those that a server would run on: the SM120 ones; all of them where there is none."""
+        ours = tuple(gpu for gpu in self.driver.gpus if gpu.is_sm120)
+        return ours or self.driver.gpus
 
     @property
     def sm120_capabilities(self) -> tuple[tuple[int, int], ...]:
-        """Of the SM120 GPUs that are here, each once; (12, 0) where the driver does not say more."""
-        return tuple(sorted({gpu.capability or (12, 0) for gpu in self.driver.gpus if gpu.is_sm120}))
+        """Of the SM120 GPUs that are here, each once; as torch has them where the driver lists none."""
+        if not self.driver.gpus:
+            seen = (gpu["capability"] for gpu in self.torch.gpus or ())
+            return tuple(sorted({(int(major), int(minor)) for major, minor in seen if major == 12}))
+        return tuple(sorted({gpu.sm120_capability for gpu in self.driver.gpus if gpu.sm120_capability is not None}))
 
 
 def gather(machine: Machine, *, quick: bool = False) -> Facts:
@@ -96,7 +108,7 @@ def gather(machine: Machine, *, quick: bool = False) -> Facts:
     bus = read_environment(ids, reader=machine)
     lspci = machine.run("lspci")
     bridges = facts_pci.read_bridges(lspci.text, ids) if lspci.ok else ()
-    redirecting = tuple(bridge.bus_id for bridge in bridges if bridge.redirects)
+    redirecting = facts_pci.redirecting(bridges, ids)
     if redirecting and not bus.acs_bridges:  # lspci as root sees what the files show to root alone
         bus = replace(bus, acs_bridges=redirecting)
     torch = _torch(machine)
@@ -108,7 +120,7 @@ def gather(machine: Machine, *, quick: bool = False) -> Facts:
         pci_gpus=on_bus,
         bus=bus,
         bridges=bridges,
-        lspci=facts_pci.access(lspci.text) if lspci.ok else lspci.state,
+        lspci=facts_pci.access(lspci.text, ids) if lspci.ok else lspci.state,
         module=_module(machine),
         host=_host(machine),
         python=machine.python(),
@@ -135,9 +147,14 @@ def _host(machine: Machine) -> Host:
             if total and int(total[1]):
                 nodes.append((int(number[1]), int(total[1]) << 10))
     groups = machine.text("/proc/1/cgroup")
+    whole, available = memory.get("MemTotal"), memory.get("MemAvailable")
+    limited = facts_cgroup.memory_limit(machine, whole) if whole else None
+    if limited is not None:
+        whole, available = limited[0], min(limited[1], limited[1] if available is None else available)
     return Host(
-        memory=memory.get("MemTotal"),
-        available=memory.get("MemAvailable"),
+        memory=whole,
+        available=available,
+        limit=limited[0] if limited else None,
         shared=shared[0] if shared else None,
         shared_free=shared[1] if shared else None,
         files_hard=_hard_limit(limits, "Max open files"),
@@ -146,6 +163,8 @@ def _host(machine: Machine) -> Host:
         container=bool(machine.text("/run/.containerenv") or re.search(r"docker|kubepods|containerd|lxc", groups))
         or any(machine.real(path) for path in _IN_CONTAINERS)
         or bool(machine.environ.get("NVIDIA_VISIBLE_DEVICES")),
+        # Set by hypervisors on x86 (CPUID leaf 1, ECX bit 31), for their guests alone.
+        virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", machine.text("/proc/cpuinfo"), re.MULTILINE)),
     )
 
 
@@ -171,13 +190,22 @@ def _torch(machine: Machine) -> Torch:
             continue
         if isinstance(parsed, dict):
             said |= parsed
-    last = next((line for line in reversed(output.text.splitlines()) if line.strip() and not line.startswith("{")), "")
+    archs, gpus = said.get("archs"), said.get("gpus")
     return Torch(
         state=output.state,
-        detail=last.strip()[:300],
-        version=said.get("version", ""),
-        cuda=said.get("cuda") or "",
-        archs=tuple(said.get("archs", ())),
-        gpus=tuple(said["gpus"]) if "gpus" in said else None,
-        cuda_error=said.get("cuda_error", ""),
+        detail=output.why(),
+        version=str(said.get("version", "")),
+        cuda=str(said.get("cuda") or ""),
+        archs=tuple(map(str, archs)) if isinstance(archs, list) else (),
+        gpus=tuple(gpus) if isinstance(gpus, list) and all(map(_is_gpu, gpus)) else None,
+        cuda_error=str(said.get("cuda_error", "")),
     )
+
+
+def _is_gpu(entry: Any) -> bool:
+    """Whether it is one of `_TORCH`'s: a package that torch imports may print JSON of its own."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return False
+    capability = entry.get("capability")
+    numbers = [*capability, entry.get("multiprocessors")] if isinstance(capability, list) else []
+    return len(numbers) == 3 and all(isinstance(number, int) for number in numbers)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _MAGIC = 0xBA55ED50
+_MAGIC_BYTES = struct.pack("<I", _MAGIC)
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, bytes behind it
 _ENTRY = struct.Struct("<HHIQIIHHI")  # kind, version, size of this header, bytes behind it, ..., architecture
 _FLAGS_AT = 40
@@ -72,7 +73,11 @@ def _archs(data: mmap.mmap) -> Iterator[str]:
         while at + _CONTAINER.size <= end:
             magic, _, header, length = _CONTAINER.unpack_from(data, at)
             if magic != _MAGIC or header < _CONTAINER.size:
-                at += 8  # containers are aligned, with zeros between
+                # Containers are aligned, with zeros between; what else may lie there can be large.
+                at = data.find(_MAGIC_BYTES, at + 8, end)
+                if at < 0:
+                    break
+                at += -(at - start) % 8
                 continue
             yield from _entries(data, at + header, min(at + header + length, end))
             at += header + length

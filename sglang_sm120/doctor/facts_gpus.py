@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from sglang_sm120.doctor.machine import Machine
+from sglang_sm120.doctor import facts_smi
+from sglang_sm120.doctor.facts_smi import bus_id, field, number, watts
+from sglang_sm120.doctor.machine import Machine, Output
 
-_RESTING = ("P8", "P12")  # states of lowest clocks
+_PARENTS = 64
+"""Of so many processes of a GPU the parent is looked up: each is a file in /proc, and there may be thousands."""
+
+# Cards of compute capability 12.x by name, for drivers that do not say it. "RTX 5000" alone is an older card.
+_SM120_NAME = re.compile(r"RTX PRO \d{3,4}\b.*\bBlackwell|GeForce RTX 50[5-9]0", re.IGNORECASE)
+_SM121_NAME = re.compile(r"\bGB10\b")
 
 
 @dataclass(frozen=True)
 class Process:
-    """One user of a GPU. kind: "C" for compute. parent: its parent's id, 1 for one that was left over; 0: not known."""
+    """One user of a GPU. kind: "C" for compute. parent: its parent's id, 1 for one that was left over; 0: not known.
+
+    used_mib: None where the driver does not say it, as in WSL. service: of systemd, which runs it.
+    """
 
     pid: int
     kind: str
     name: str
-    used_mib: int
+    used_mib: int | None
     parent: int = 0
+    service: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,19 +39,29 @@ class Gpu:
     """One GPU as `nvidia-smi -q -x` has it. Sizes in MiB, power in W.
 
     Attributes:
-        bus_id: as in /sys, "0000:01:00.0".
+        index: nvidia-smi's, among the GPUs that it reached.
+        bus_id: as in /sys, "0000:01:00.0". uuid: "GPU-..."; empty where it is not known.
         capability: (major, minor); None where the driver is too old to say it.
-        link_gen, link_lanes: as they are now; at rest a GPU lowers its generation.
+        busy: something ran on it while it was looked at; idle: the driver says that nothing did; None: it does not say.
+        link_gen, link_lanes: as they are now; without load a GPU lowers its generation.
         slot_gen: the most that the slot can do; card_gen: the card.
+        mig_devices: the parts that MIG has made of it.
+        license: state of a virtual GPU's licence; empty for others.
+        fault: what the driver writes in place of values, such as "GPU requires reset"; empty where all is well.
+        recovery: what the driver wants done, "Reset", "Reboot", "Drain P2P" or "Drain and Reset"; empty for nothing.
+        row_remapping_pending: memory that failed is replaced at the next reset; repair_pending: other parts.
+        errors_beyond_limit: more memory failed than can be repaired, or than the maker allows.
         slowed: what lowers the clocks now and should not: "hw_thermal_slowdown" and so on.
     """
 
     index: int
     name: str
     bus_id: str
+    uuid: str = ""
     capability: tuple[int, int] | None = None
     performance_state: str = ""
     busy: bool = False
+    idle: bool | None = None
     link_gen: int | None = None
     card_gen: int | None = None
     slot_gen: int | None = None
@@ -53,30 +75,53 @@ class Gpu:
     persistence: str = ""
     compute_mode: str = ""
     mig: str = ""
+    mig_devices: int = 0
+    license: str = ""
     ecc: str = ""
     ecc_pending: str = ""
+    fault: str = ""
+    recovery: str = ""
     uncorrected_errors: int = 0
+    errors_beyond_limit: bool = False
+    row_remapping_pending: bool = False
     row_remapping_failed: bool = False
+    repair_pending: bool = False
     slowed: tuple[str, ...] = ()
     processes: tuple[Process, ...] = ()
 
     @property
-    def is_sm120(self) -> bool:
-        """Capability 12.x; where it is not known, by the names of cards that have it."""
+    def sm120_capability(self) -> tuple[int, int] | None:
+        """(12, minor), or None for any other GPU; where the driver does not say it, by the names of cards."""
         if self.capability is not None:
-            return self.capability[0] == 12
-        return bool(re.search(r"RTX PRO \d000 Blackwell|RTX 50\d0|GB10", self.name))
+            return self.capability if self.capability[0] == 12 else None
+        if _SM121_NAME.search(self.name):
+            return (12, 1)
+        return (12, 0) if _SM120_NAME.search(self.name) else None
 
     @property
-    def at_rest(self) -> bool:
-        return self.performance_state in _RESTING or (bool(self.performance_state) and not self.busy)
+    def is_sm120(self) -> bool:
+        return self.sm120_capability is not None
+
+    @property
+    def link_under_load(self) -> bool:
+        """Whether `link_gen` says what the link can do: it works, in one of the states in which a card computes."""
+        return self.busy and not self.idle and self.performance_state in ("P0", "P1", "P2")
+
+    @property
+    def best_gen(self) -> int | None:
+        """The generation that card and slot both can do; the card's alone where the slot's is not known."""
+        return min(self.card_gen, self.slot_gen or self.card_gen) if self.card_gen else None
 
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. state: that of the command; detail: what it said where it failed.
+    """NVIDIA's driver. state: that of the command, "ok" also where it failed half way: `gpus` are those it reached.
 
-    links: between the GPUs by `nvidia-smi topo -m`; p2p: by `topo -p2p r`: (0, 1) -> "PIX", "OK". Empty: not known.
+    Attributes:
+        detail: what it said where it failed.
+        lost: GPUs that it could not reach: PCI bus id, or "GPU 1", and its words.
+        inforoms: PCI bus ids of cards with a damaged infoROM.
+        links: between the GPUs by `nvidia-smi topo -m`; p2p: by `topo -p2p r`: 0, 1, "PIX" or "OK". Empty: not known.
     """
 
     state: str
@@ -84,146 +129,147 @@ class Driver:
     version: str = ""
     cuda: str = ""
     gpus: tuple[Gpu, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
+    inforoms: tuple[str, ...] = ()
     links: tuple[tuple[int, int, str], ...] = ()
     p2p: tuple[tuple[int, int, str], ...] = ()
 
 
 def read_driver(machine: Machine) -> Driver:
-    """What the driver says; every command may be missing, fail or hang."""
+    """What the driver says; every command may be missing, fail, hang, or end half way."""
     output = machine.run("nvidia-smi-q")
-    if not output.ok:
-        return Driver(output.state, " ".join(output.text.split())[:300])
-    try:
-        # What precedes the document (a warning of an older tool) is not XML; neither are control characters in names.
-        start = output.text.find("<nvidia_smi_log")
-        root = ElementTree.fromstring(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", output.text[max(start, 0) :]))
-    except ElementTree.ParseError as error:
-        return Driver("failed", f"its XML cannot be read ({error})")
-    capabilities = _capabilities(machine.run("nvidia-smi-capability").text)
-    elements = root.findall("gpu")
-    several = len(elements) > 1
+    if output.state in ("missing", "skipped"):
+        gpus = _of_proc(machine) if output.state == "missing" else ()
+        return Driver(output.state, output.why(), gpus=gpus)
+    if output.state == "hung":  # those that it had not come to yet may be well
+        return Driver("hung", _reached(output.text))
+    listing = machine.run("nvidia-smi-capability").text
+    lost = facts_smi.lost((output.text, listing))
+    inforoms = facts_smi.corrupted_inforoms((output.text, listing))
+    known = facts_smi.capabilities(listing)
+    read = facts_smi.document(output.text)
+    if read.root is None:
+        gpus = tuple(
+            Gpu(index, _model(machine, place) or "NVIDIA GPU", place, capability=capability)
+            for index, (place, capability) in enumerate(known.items())
+        )
+        if lost and not gpus:  # it ended at the first of them, and the kernel module still has the others
+            gpus = tuple(gpu for gpu in _of_proc(machine) if gpu.bus_id not in lost)
+        state = "ok" if gpus else "failed"
+        said = Output("failed", output.text, output.code).why()  # some versions say why and end with status 0
+        detail = read.error if output.ok and said == "exit status 0" else said
+        return Driver(state, detail, _module_version(machine), "", gpus, tuple(lost.items()), inforoms)
+    every = (_gpu(machine, index, element, known) for index, element in enumerate(read.root.findall("gpu")))
+    gpus = tuple(gpu for gpu in every if gpu.bus_id not in lost)  # one may be lost between two commands
+    several = len(gpus) > 1
     return Driver(
         state="ok",
-        version=_text(root, "driver_version"),
-        cuda=_text(root, "cuda_version"),
-        gpus=tuple(_gpu(machine, index, element, capabilities) for index, element in enumerate(elements)),
-        links=_matrix(machine.run("nvidia-smi-topo").text) if several else (),
-        p2p=_matrix(machine.run("nvidia-smi-p2p").text) if several else (),
+        detail=output.why() or ("" if read.whole else "its XML is cut off"),
+        version=field(read.root, "driver_version") or field(read.root, "kmd_version"),
+        cuda=field(read.root, "cuda_version") or field(read.root, "cuda_umd_version"),  # the latter from 13.x on
+        gpus=gpus,
+        lost=tuple(lost.items()),
+        inforoms=inforoms,
+        links=facts_smi.matrix(machine.run("nvidia-smi-topo").text) if several else (),
+        p2p=facts_smi.matrix(machine.run("nvidia-smi-p2p").text) if several else (),
     )
 
 
-def bus_id(text: str) -> str:
-    """nvidia-smi's "00000000:C1:00.0" as /sys writes it."""
-    domain, _, rest = text.strip().lower().partition(":")
-    return f"{domain[-4:]}:{rest}" if rest else ""
+def _reached(text: str) -> str:
+    """Which GPU it was at when it stopped answering."""
+    read = facts_smi.document(text)
+    places = [bus_id(field(gpu, "pci/pci_bus_id") or gpu.get("id", "")) for gpu in read.root or () if gpu.tag == "gpu"]
+    return f"it had answered for {', '.join(places)}" if places else ""
 
 
-def _gpu(machine: Machine, index: int, element: ElementTree.Element, capabilities: dict[str, tuple[int, int]]) -> Gpu:
-    place = bus_id(_text(element, "pci/pci_bus_id") or element.get("id", ""))
+def _of_proc(machine: Machine) -> tuple[Gpu, ...]:
+    """The GPUs of the kernel module, where nvidia-smi is not installed: names and places only."""
+    places = machine.names("/proc/driver/nvidia/gpus")
+    return tuple(Gpu(index, model, place) for index, place in enumerate(places) if (model := _model(machine, place)))
+
+
+def _model(machine: Machine, place: str) -> str:
+    match = re.search(r"^Model:\s*(\S.*)$", machine.text(f"/proc/driver/nvidia/gpus/{place}/information"), re.MULTILINE)
+    return match[1].strip() if match and match[1].strip() != "Unknown" else ""
+
+
+def _module_version(machine: Machine) -> str:
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", machine.text("/proc/driver/nvidia/version"))
+    return match[1] if match else ""
+
+
+def _gpu(machine: Machine, index: int, element: ElementTree.Element, known: Mapping[str, tuple[int, int]]) -> Gpu:
+    place = bus_id(field(element, "pci/pci_bus_id") or element.get("id", ""))
     generation, widths = "pci/pci_gpu_link_info/pcie_gen/", "pci/pci_gpu_link_info/link_widths/"
     # A driver from 2023 on has two tables of power; older ones have one under another name.
     power = "gpu_power_readings/" if element.find("gpu_power_readings") is not None else "power_readings/"
-    utilization = _number(_text(element, "utilization/gpu_util"))
-    errors = [_number(node.text or "") or 0 for node in element.iterfind("ecc_errors/volatile/*")
+    reasons = "clocks_event_reasons/clocks_event_reason_gpu_idle"
+    idle = field(element, reasons) or field(element, reasons.replace("event", "throttle"))
+    errors = [number(node.text or "") or 0 for node in element.iterfind("ecc_errors/volatile/*")
               if "uncorrectable" in node.tag]  # fmt: skip
     return Gpu(
         index=index,
-        name=_text(element, "product_name"),
+        name=field(element, "product_name"),
         bus_id=place,
-        capability=capabilities.get(place),
-        performance_state=_text(element, "performance_state"),
-        busy=bool(utilization),
-        link_gen=_number(_text(element, generation + "current_link_gen")),
-        card_gen=_number(_text(element, generation + "max_device_link_gen")),
-        slot_gen=_number(_text(element, generation + "max_host_link_gen")),
-        link_lanes=_number(_text(element, widths + "current_link_width")),
-        max_link_lanes=_number(_text(element, widths + "max_link_width")),
-        memory_mib=_number(_text(element, "fb_memory_usage/total")),
-        used_mib=_number(_text(element, "fb_memory_usage/used")),
-        bar1_mib=_number(_text(element, "bar1_memory_usage/total")),
-        power_limit_w=_watts(_text(element, power + "current_power_limit") or _text(element, power + "power_limit")),
-        default_power_limit_w=_watts(_text(element, power + "default_power_limit")),
-        persistence=_text(element, "persistence_mode"),
-        compute_mode=_text(element, "compute_mode"),
-        mig=_text(element, "mig_mode/current_mig"),
-        ecc=_text(element, "ecc_mode/current_ecc"),
-        ecc_pending=_text(element, "ecc_mode/pending_ecc"),
+        uuid=_uuid(element),
+        capability=known.get(place),
+        performance_state=field(element, "performance_state"),
+        busy=bool(number(field(element, "utilization/gpu_util"))),
+        idle=idle == "Active" if idle else None,
+        link_gen=number(field(element, generation + "current_link_gen")),
+        card_gen=number(
+            field(element, generation + "max_device_link_gen") or field(element, generation + "max_link_gen")
+        ),
+        slot_gen=number(field(element, generation + "max_host_link_gen")),
+        link_lanes=number(field(element, widths + "current_link_width")),
+        max_link_lanes=number(field(element, widths + "max_link_width")),
+        memory_mib=number(field(element, "fb_memory_usage/total")),
+        used_mib=number(field(element, "fb_memory_usage/used")),
+        bar1_mib=number(field(element, "bar1_memory_usage/total")),
+        power_limit_w=watts(field(element, power + "current_power_limit") or field(element, power + "power_limit")),
+        default_power_limit_w=watts(field(element, power + "default_power_limit")),
+        persistence=field(element, "persistence_mode"),
+        compute_mode=field(element, "compute_mode"),
+        mig=field(element, "mig_mode/current_mig"),
+        mig_devices=len(element.findall("mig_devices/mig_device")),
+        license=field(element, "vgpu_software_licensed_product/license_status"),
+        ecc=field(element, "ecc_mode/current_ecc"),
+        ecc_pending=field(element, "ecc_mode/pending_ecc"),
+        fault=facts_smi.fault(element),
+        recovery=facts_smi.recovery(element),
         uncorrected_errors=sum(errors),
-        row_remapping_failed=_text(element, "remapped_rows/remapped_row_failure") == "Yes",
-        slowed=tuple(_slowed(element)),
-        processes=tuple(_process(machine, node) for node in element.iterfind("processes/process_info")),
+        errors_beyond_limit=facts_smi.any_yes(
+            element, "ecc_errors/aggregate/sram_threshold_exceeded", "ecc_errors/unrepairable_memory"
+        ),
+        repair_pending=facts_smi.any_yes(element, "ecc_errors/channel_repair_pending", "ecc_errors/tpc_repair_pending"),
+        row_remapping_pending=field(element, "remapped_rows/remapped_row_pending") == "Yes",
+        row_remapping_failed=field(element, "remapped_rows/remapped_row_failure") == "Yes",
+        slowed=tuple(facts_smi.slowed(element)),
+        processes=tuple(
+            _process(machine, node, with_parent=count < _PARENTS)
+            for count, node in enumerate(element.iterfind("processes/process_info"))
+        ),
     )
 
 
-def _slowed(element: ElementTree.Element) -> list[str]:
-    """A power cap and rest are ordinary; these are not."""
-    bad = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
-    found = []
-    for table in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        for node in element.iterfind(f"{table}/*"):
-            name = re.sub(r"^clocks_(event|throttle)_reason_", "", node.tag)
-            if name in bad and (node.text or "").strip() == "Active":
-                found.append(name)
-    return found
+def _uuid(element: ElementTree.Element) -> str:
+    """Empty also in a recording, where it is blanked."""
+    text = field(element, "uuid")
+    return text if re.fullmatch(r"GPU-[0-9a-fA-F-]+", text) else ""
 
 
-def _process(machine: Machine, node: ElementTree.Element) -> Process:
-    pid = _number(_text(node, "pid")) or 0
-    parent = re.search(r"^PPid:\s*(\d+)", machine.text(f"/proc/{pid}/status"), re.MULTILINE) if pid else None
-    name = (_text(node, "process_name").split() or [""])[0]  # its arguments may be private
+def _process(machine: Machine, node: ElementTree.Element, *, with_parent: bool) -> Process:
+    pid, kind = number(field(node, "pid")) or 0, field(node, "type")
+    status = machine.text(f"/proc/{pid}/status") if pid and with_parent and "C" in kind else ""
+    parent = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)
+    orphan = parent is not None and parent[1] == "1"
+    service = re.search(r"/system\.slice/([^/\s]+\.service)", machine.text(f"/proc/{pid}/cgroup") if orphan else "")
+    name = (field(node, "process_name").split() or [""])[0]  # its arguments may be private
     return Process(
         pid=pid,
-        kind=_text(node, "type"),
-        name=name.rpartition("/")[2] if name.startswith("/") else name,
-        used_mib=_number(_text(node, "used_memory")) or 0,
+        kind=kind,
+        name=(name.rpartition("/")[2] if name.startswith("/") else name) or "unnamed",
+        used_mib=number(field(node, "used_memory")),
         parent=int(parent[1]) if parent else 0,
+        service=service[1] if service else "",
     )
-
-
-def _capabilities(text: str) -> dict[str, tuple[int, int]]:
-    """From lines such as "00000000:01:00.0, 12.0"."""
-    found = {}
-    for line in text.splitlines():
-        place, _, number = line.partition(",")
-        match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", number)
-        if match:
-            found[bus_id(place)] = (int(match[1]), int(match[2]))
-    return found
-
-
-def _matrix(text: str) -> tuple[tuple[int, int, str], ...]:
-    """The cells between GPUs of a `nvidia-smi topo` table, each pair once.
-
-    Columns are separated by tabs. Terminals get an underlined header; a pipe may get those codes too.
-    """
-    lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    header = next((line for line in lines if re.match(r"\s*GPU0\b", line)), "")
-    columns = [column.strip() for column in header.split("\t")]
-    cells = []
-    for line in lines:
-        row = [cell.strip() for cell in line.split("\t")]
-        match = re.fullmatch(r"GPU(\d+)", row[0])
-        if line == header or match is None:
-            continue
-        for column, cell in zip(columns, row, strict=False):
-            other = re.fullmatch(r"GPU(\d+)", column)
-            if other and int(other[1]) > int(match[1]) and cell:
-                cells.append((int(match[1]), int(other[1]), cell))
-    return tuple(cells)
-
-
-def _text(element: ElementTree.Element, path: str) -> str:
-    """A field's text; empty where the driver has none."""
-    text = (element.findtext(path) or "").strip()
-    return "" if text in ("N/A", "[N/A]", "None", "Not Supported", "Unknown Error") else text
-
-
-def _number(text: str) -> int | None:
-    """The first whole number of "16x", "97887 MiB", "600.00 W"."""
-    match = re.match(r"\s*(\d+)", text)
-    return int(match[1]) if match else None
-
-
-def _watts(text: str) -> float | None:
-    match = re.match(r"\s*(\d+(?:\.\d+)?)\s*W", text)
-    return float(match[1]) if match else None

@@ -7,14 +7,14 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from sglang_sm120.doctor import facts_fatbin
 from sglang_sm120.integration.check import check_tree
+from sglang_sm120.kernels.cuda import build
 
 _ARCH_LIMIT_S = 4.0
 _PINNED = ("torch", "flashinfer-python", "sglang-kernel", "nvidia-cutlass-dsl", "transformers")
@@ -29,40 +29,66 @@ def gather(environ: Mapping[str, str], *, quick: bool) -> dict[str, Any]:
     """Plain data, as a recording holds it. quick: leaves out what opens large files or searches folders.
 
     Returns:
-        version; packages: name -> versions, more than one where two are installed; entry_points; pins: what SGLang asks
-        for exactly; b12x_owners: distributions whose list of files has the package b12x; mscclpp: whether it is there;
-        and unless quick: sglang_tree, hook_problems; archs: distribution -> names of architectures; tools: name -> path
-        of it; jit_cache.
+        version; packages: name -> versions, in the order of Python's path, so the first is what is imported; places:
+        name -> the folders of those, where there are several; entry_points; pins: what SGLang asks for exactly;
+        b12x_owners: distributions whose list of files has the package b12x; mscclpp: whether it is there; and unless
+        quick: sglang_tree, hook_problems; archs: distribution -> names of architectures; tools: name -> path of it;
+        jit_cache. unreadable: part -> why, of those that are left empty since reading them failed.
     """
-    packages, owners = _packages()
+    unreadable: dict[str, str] = {}
+
+    def part(name: str, read: Callable[[], Any], default: Any) -> Any:
+        """Other people's packages and import hooks are asked, and one that is damaged raises anything."""
+        try:
+            return read()
+        except Exception as error:
+            unreadable[name] = f"{type(error).__name__}: {error}"
+            return default
+
+    packages, places, owners = part("packages", _packages, ({}, {}, []))
     facts: dict[str, Any] = {
         "version": platform.python_version(),
         "packages": packages,
-        "entry_points": [ep.value for ep in metadata.entry_points(group="sglang.srt.plugins") if ep.name == "sm120"],
-        "pins": dict(_pins()),
+        "places": places,
+        "entry_points": part("entry points", _entry_points, []),
+        "pins": part("requirements of SGLang", lambda: dict(_pins()), {}),
         "b12x_owners": owners,
-        "mscclpp": _spec("mscclpp") is not None,
+        "mscclpp": part("mscclpp", lambda: importlib.util.find_spec("mscclpp") is not None, False),
     }
     if not quick:
-        facts |= _hooks(packages)
-        facts |= {"archs": _all_archs(packages), "tools": _tools(environ), "jit_cache": _jit_cache(environ)}
+        facts |= part("source of SGLang", lambda: _hooks(packages), {})
+        facts["archs"] = part("compiled code", lambda: _all_archs(packages), {})
+        facts["tools"] = part("compilers", lambda: _tools(environ), {})
+        facts["jit_cache"] = part("FlashInfer's cache", lambda: _jit_cache(environ), [])
+    if unreadable:
+        facts["unreadable"] = unreadable
     return facts
+
+
+def _entry_points() -> list[str]:
+    return [point.value for point in metadata.entry_points(group="sglang.srt.plugins") if point.name == "sm120"]
 
 
 def sglang_tree() -> Path | None:
     """The folder of the installed package `sglang`, found without importing it."""
-    spec = _spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+    return next((Path(folder) for folder in _folders("sglang")), None)
 
 
-def _spec(package: str) -> ModuleSpec | None:
-    """Where a package would be imported from; None also where finding it fails, as a broken import hook lets it."""
+def _folders(package: str) -> Iterator[str]:
+    """The folders of a package, or of one inside it such as "nvidia.cu13"; none where finding them fails.
+
+    Nothing is imported: Python's own search for a name with a dot imports what is before it, and that may do anything.
+    """
+    first, *rest = package.split(".")
     try:
-        return importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
+        spec = importlib.util.find_spec(first)
+        roots = [str(root) for root in (spec.submodule_search_locations if spec else None) or ()]
+    except Exception:  # a broken import hook; a namespace package asks the hooks again
+        return
+    for root in roots:
+        folder = os.path.join(root, *rest)
+        if os.path.isdir(folder):
+            yield folder
 
 
 def normal(name: str) -> str:
@@ -88,20 +114,31 @@ def nvcc_path(environ: Mapping[str, str]) -> str:
     return path if path and shutil.which(path) else ""
 
 
-def _packages() -> tuple[dict[str, list[str]], list[str]]:
+def _packages() -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
+    """Versions, the folders of packages that have several, and the owners of b12x; as `gather` says."""
     found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     owners = []
     for distribution in metadata.distributions():
         try:
             name, version = normal(distribution.metadata["Name"] or ""), distribution.version
-        except (KeyError, TypeError, ValueError, OSError):  # damaged metadata
+        except Exception:  # damaged metadata
             continue
         if not name or not _SHOWN.match(name) or version in found.get(name, ()):
             continue  # an editable installation is listed twice
         found.setdefault(name, []).append(str(version))
+        places.setdefault(name, []).append(_place(distribution))
         if name in ("b12x", "flashinfer-python") and _owns(distribution, "b12x/__init__.py"):
             owners.append(name)
-    return {name: sorted(versions) for name, versions in sorted(found.items())}, sorted(owners)
+    several = {name: folders for name, folders in sorted(places.items()) if len(folders) > 1}
+    return dict(sorted(found.items())), several, sorted(owners)
+
+
+def _place(distribution: metadata.Distribution) -> str:
+    try:
+        return os.path.abspath(str(distribution.locate_file("")))
+    except (OSError, ValueError, NotImplementedError):
+        return ""
 
 
 def _hooks(packages: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -109,7 +146,7 @@ def _hooks(packages: Mapping[str, list[str]]) -> dict[str, Any]:
     tree, versions = sglang_tree(), packages.get("sglang")
     if tree is None or not versions:
         return {}
-    problems = check_tree(tree, versions[-1])
+    problems = check_tree(tree, versions[0])
     return {"sglang_tree": str(tree), "hook_problems": [[each.hook, each.found, each.needed] for each in problems]}
 
 
@@ -134,8 +171,8 @@ def _pins() -> Iterator[tuple[str, str]]:
 
 
 def _all_archs(packages: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Of the packages that bring compiled kernels; and of torch's own, should torch not start."""
-    found = {}
+    """Of the packages that bring compiled kernels, this one too; and of torch's own, should torch not start."""
+    found = {"sglang-sm120": _shipped()}
     for name in packages:
         if name.startswith(_DEVICE_CODE) or name == "torch":
             libraries = list(_libraries(name))
@@ -143,6 +180,22 @@ def _all_archs(packages: Mapping[str, list[str]]) -> dict[str, list[str]]:
             if libraries:
                 found[name] = sorted(archs) + ([] if complete else ["..."])
     return found
+
+
+def _shipped() -> list[str]:
+    """The architectures for which every kernel of this package came compiled, from its source as it is."""
+    try:
+        manifest, sources = build.read_manifest(), build.sources()
+        return [
+            arch
+            for arch in build.PREBUILT_ARCHS
+            if all(
+                (entry := manifest.get(build.cubin_name(source, arch))) and not build.stale(source, arch, entry)
+                for source in sources
+            )
+        ]
+    except (OSError, ValueError):
+        return []
 
 
 def _libraries(name: str) -> Iterator[Path]:
@@ -170,8 +223,7 @@ def _tools(environ: Mapping[str, str]) -> dict[str, str]:
         if home and os.path.exists(library):
             paths.setdefault("libcudart", library)
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):  # pip's compiler, which CUDA_HOME may point to
-        spec = _spec(package)
-        for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for root in _folders(package):
             if os.path.exists(f"{root}/bin/nvcc"):
                 paths.setdefault("pip_cuda_home", root)
     return {name: path for name, path in paths.items() if path}

@@ -6,8 +6,10 @@ a machine that is far away can be made again, and its texts read by people.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglang_sm120.doctor import facts_profiles, facts_python, redact
-from sglang_sm120.kernels.communication.p2p_probe.environment import Files, Reader
+from sglang_sm120.doctor import facts_profiles, facts_python, recording_format, redact
+from sglang_sm120.kernels.communication.p2p_probe.environment import Files, Reader, acs_control, config_with_acs
 
 ENVIRONMENT = (
     "CUDA_", "CXX", "FLASHINFER_", "LD_", "NCCL_", "NVIDIA_", "OMP_", "PYTHONPATH", "PYTORCH_", "SGLANG_",
@@ -55,7 +57,11 @@ COMMANDS = tuple(_COMMANDS)
 
 @dataclass(frozen=True)
 class Output:
-    """What a command wrote. state: "ok", "missing", "failed" (with `code`), "hung" or "skipped"."""
+    """What a command wrote. state: "ok", "missing", "failed" (with `code`), "hung" or "skipped".
+
+    text: what it printed; where it failed or hung, what it said as an error too, below, since a tool that fails half
+    way may have said much that is of use. code: its exit status; negative: the signal that ended it.
+    """
 
     state: str
     text: str = ""
@@ -64,6 +70,25 @@ class Output:
     @property
     def ok(self) -> bool:
         return self.state == "ok"
+
+    def why(self) -> str:
+        """Why there is nothing more, in a line of at most 300 characters; empty where all is well."""
+        if self.state in ("ok", "skipped"):
+            return ""
+        if self.state == "missing":
+            return "not found"
+        if self.state == "hung":
+            return "it does not answer"
+        # Data is no reason: XML and what is indented below it, JSON.
+        lines = [line.strip() for line in self.text.splitlines() if re.match(r"[^\s<{]", line)]
+        if "Traceback (most recent call last):" in lines:
+            lines = lines[-1:]
+        if lines:
+            return " ".join(" ".join(lines).split())[:300]
+        if self.code >= 0:
+            return f"exit status {self.code}"
+        name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else str(-self.code)
+        return f"ended by signal {name}"
 
 
 class Machine(Reader, Protocol):
@@ -117,8 +142,9 @@ class ThisMachine(Files):
 
     def profiles(self, gpus: Sequence[Mapping[str, Any]], driver: str) -> list[dict[str, str]]:
         try:
-            return facts_profiles.read(gpus, driver)
-        except (OSError, RuntimeError) as error:  # a folder that may not be read; a user without a home
+            with contextlib.redirect_stdout(sys.stderr):  # what torch imports may print, and --json is one object
+                return facts_profiles.read(gpus, driver)
+        except Exception as error:  # a folder that may not be read; a user without a home; a damaged package
             return [{"kind": "MoE", "path": "", "state": "unreadable", "detail": str(error)}]
 
 
@@ -138,16 +164,16 @@ def _run(argv: tuple[str, ...], limit_s: float) -> Output:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired as expired:
         hung = True
-        out, err = expired.stdout or b"", b""
+        out, err = expired.stdout or b"", expired.stderr or b""
         os.killpg(process.pid, signal.SIGKILL)
         try:
             out, err = process.communicate(timeout=1)
         except subprocess.TimeoutExpired as again:  # stuck in the driver: even SIGKILL waits for it
-            out = again.stdout or out
-    text = (out or err).decode(errors="replace")
-    if hung:
-        return Output("hung", text)
-    return Output("ok", text) if process.returncode == 0 else Output("failed", text, process.returncode)
+            out, err = again.stdout or out, again.stderr or err
+    if not hung and process.returncode == 0:
+        return Output("ok", (out or err).decode(errors="replace"))
+    both = "\n".join(part.decode(errors="replace") for part in (out, err) if part)
+    return Output("hung", both) if hung else Output("failed", both, process.returncode)
 
 
 class Recorder:
@@ -161,6 +187,7 @@ class Recorder:
         self.folders: dict[str, tuple[str, ...]] = {}
         self.links: dict[str, str] = {}
         self.spaces: dict[str, tuple[int, int] | None] = {}
+        self.acs: dict[str, int] = {}
         self.packages: dict[str, Any] = {}
         self.tuned: list[dict[str, str]] = []
 
@@ -174,7 +201,9 @@ class Recorder:
         return self.files[path]
 
     def data(self, path: str) -> bytes:
-        return self._machine.data(path)
+        content = self._machine.data(path)
+        self.acs[path] = acs_control(content)
+        return content
 
     def names(self, path: str) -> tuple[str, ...]:
         self.folders[path] = self._machine.names(path)
@@ -202,18 +231,17 @@ class Recorder:
         parts = {f"{name}.txt": output.text for name, output in self.outputs.items() if output.text}
         lines = []
         for path, text in sorted(self.files.items()):
-            if path == "/proc/cmdline":
-                text = redact.kernel_arguments(text)
-            if text:
+            if text := redact.file_text(path, text):
                 lines += [f"=== {path}", text.rstrip("\n")]
         parts["files.txt"] = "\n".join(lines) + "\n"
         parts["machine.json"] = json.dumps(
             {
                 "environ": redact.variables(dict(sorted(self.environ.items()))),
-                "states": {n: [o.state, o.code] for n, o in self.outputs.items() if o.state not in ("ok", "missing")},
+                "states": {n: [o.state, o.code] for n, o in self.outputs.items() if o.state != _usual_state(o.text)},
                 "folders": {path: names for path, names in sorted(self.folders.items()) if names},
                 "links": {path: real for path, real in sorted(self.links.items()) if real},
                 "spaces": {path: space for path, space in self.spaces.items() if space},
+                "acs": {path: control for path, control in sorted(self.acs.items()) if control},
                 "python": self.packages,
                 "profiles": self.tuned,
             },
@@ -222,35 +250,37 @@ class Recorder:
         return parts
 
 
+def _usual_state(text: str) -> str:
+    """Of a command that wrote this; another is recorded."""
+    return "ok" if text else "missing"
+
+
 class Recording:
     """A machine as it was recorded in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        rest = json.loads((folder / "machine.json").read_text())
-        self.environ: Mapping[str, str] = dict(rest["environ"])
-        self._folder = folder
-        self._rest = rest
-        self._files: dict[str, str] = {}
-        path = ""
-        for line in (folder / "files.txt").read_text().splitlines():
-            if line.startswith("=== "):
-                path = line[4:]
-                self._files[path] = ""
-            else:
-                self._files[path] += line + "\n"
+        """Reads all of it, so that a damaged one is known at once.
+
+        Raises:
+            OSError, ValueError: a file is missing, unreadable, or not as `Recorder` writes it.
+        """
+        self._rest = recording_format.read_rest(folder)
+        self._files = recording_format.read_files(folder)
+        self._texts = recording_format.read_texts(folder, COMMANDS)
+        self.environ: Mapping[str, str] = self._rest["environ"]
 
     def run(self, name: str) -> Output:
-        file = self._folder / f"{name}.txt"
-        text = file.read_text() if file.exists() else ""
-        default = ["ok" if text else "missing", 0]
-        state, code = self._rest.get("states", {}).get(name, default)
+        text = self._texts.get(name, "")
+        state, code = self._rest.get("states", {}).get(name, [_usual_state(text), 0])[:2]
         return Output(state, text, code)
 
     def text(self, path: str) -> str:
         return self._files.get(path, "")
 
     def data(self, path: str) -> bytes:
-        return self.text(path).encode()
+        """Configuration spaces are the only such files; of them a recording has what says whether ACS redirects."""
+        control = self._rest.get("acs", {}).get(path)
+        return config_with_acs(control) if control else b""
 
     def names(self, path: str) -> tuple[str, ...]:
         """Those that were recorded, or that follow from the recorded files."""

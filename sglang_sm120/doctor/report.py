@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = "sglang-sm120 doctor 1"
+TABLE_WIDTH = 60
+"""Columns of a terminal below which lines are read more easily than a table."""
 _STYLES = {"fail": "bold red", "warn": "yellow", "note": "cyan", "ok": "green"}
 
 
@@ -60,7 +62,7 @@ def _rows(finding: Finding, fix_hints: bool) -> list[str]:
 
 
 def plain(findings: Sequence[Finding], *, fix_hints: bool) -> str:
-    """Lines of any length, for a pipe and where rich is missing."""
+    """Lines of any length, for a pipe, a narrow terminal, and where rich is missing."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.level:4}  {finding.what}: {finding.found}")
@@ -79,8 +81,9 @@ def show(findings: Sequence[Finding], console: Console, *, fix_hints: bool) -> N
     from rich.text import Text
 
     table = Table("", "about", "found", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.columns[0].no_wrap = True
     table.columns[1].max_width = 24
-    table.columns[2].overflow = "fold"
+    table.columns[1].overflow = table.columns[2].overflow = "fold"  # else a long word loses its end
     for finding in findings:
         style = _STYLES[finding.level]
         text = Text(finding.found)
@@ -91,15 +94,16 @@ def show(findings: Sequence[Finding], console: Console, *, fix_hints: bool) -> N
     console.print(summary(findings), highlight=False)
 
 
-def bug_report(findings: Sequence[Finding], parts: dict[str, str]) -> str:
-    """Findings, then every text that they were made from. Still to be redacted.
+def head(findings: Sequence[Finding]) -> str:
+    """What a bug report begins with: versions and findings, still to be redacted."""
+    versions = f"sglang-sm120 {__version__} doctor, Python {platform.python_version()}, {platform.platform()}"
+    return f"{versions}\n\n{plain(findings, fix_hints=True)}"
+
+
+def bug_report(head: str, parts: dict[str, str]) -> str:
+    """Findings, then every text that they were made from; all of it redacted.
 
     Args:
-        findings: worst first.
         parts: name -> text, as a recording has them.
     """
-    head = f"sglang-sm120 {__version__} doctor, Python {platform.python_version()}, {platform.platform()}\n"
-    sections = [head, plain(findings, fix_hints=True)]
-    for name, text in sorted(parts.items()):
-        sections.append(f"----- {name} -----\n{text.rstrip()}\n")
-    return "\n".join(sections)
+    return "\n".join([head, *(f"----- {name} -----\n{text.rstrip()}\n" for name, text in sorted(parts.items()))])

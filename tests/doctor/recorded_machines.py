@@ -48,6 +48,12 @@ def of(facts: Facts, check: str) -> list[Finding]:
     return [finding for finding in judge(facts) if finding.check == check]
 
 
+def only(facts: Facts, check: str) -> Finding:
+    """The one finding of that check."""
+    (found,) = of(facts, check)
+    return found
+
+
 def bad(facts: Facts) -> set[tuple[str, str]]:
     """Level and check of what is "warn" or "fail"."""
     return {(finding.level, finding.check) for finding in judge(facts) if finding.level in ("warn", "fail")}

@@ -84,4 +84,43 @@ def test_tools_that_crash_or_say_nonsense(tmp_path: Path, monkeypatch: pytest.Mo
     assert done.returncode == 1, done.stderr
     (driver,) = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "gpu.driver"]
     assert driver["level"] == "fail" and "version mismatch" in driver["found"]
-    assert "updated under a running kernel module" in driver["fix"][0]
+    assert any("updated under a running kernel module" in step for step in driver["fix"])
+
+
+HOOK_THAT_RAISES = """
+class Raises:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise {error}("a broken import hook")
+sys.meta_path.insert(0, Raises())
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "AttributeError", "KeyError", "ZeroDivisionError"])
+def test_an_import_hook_that_raises_anything(error: str, tmp_path: Path) -> None:
+    before = HOOK_THAT_RAISES.format(names={"mscclpp", "nvidia", "sglang"}, error=error)
+    done = doctor("--json", path=shim(tmp_path, "raise ImportError('no')"), before=before)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    found = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "installation.readable"]
+    assert [each["level"] for each in found] == ["warn"]
+    assert f"mscclpp: {error}: " in found[0]["found"] and "pip check" in found[0]["fix"][0]
+
+
+def test_a_package_that_prints_or_fails_when_it_is_imported_is_not_imported(tmp_path: Path) -> None:
+    """Python's own search for nvidia.cu13 would import nvidia."""
+    (tmp_path / "nvidia" / "cu13").mkdir(parents=True)
+    (tmp_path / "nvidia" / "__init__.py").write_text("print('noise')\nraise RuntimeError('damaged')\n")
+    done = doctor("--json", path=shim(tmp_path, "raise ImportError('no')"))
+    assert "Traceback" not in done.stderr, done.stderr
+    assert json.loads(done.stdout)["findings"]
+
+
+@pytest.mark.parametrize("name", ["distributions", "entry_points", "requires"])
+def test_metadata_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    before = (
+        f"from importlib import metadata\ndef fails(*a, **k): raise TypeError('damaged')\nmetadata.{name} = fails\n"
+    )
+    done = doctor("--json", path=shim(tmp_path, "raise ImportError('no')"), before=before)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    assert {each["level"] for each in findings if each["check"] == "installation.readable"} == {"warn"}

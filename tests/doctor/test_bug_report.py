@@ -26,6 +26,10 @@ PLANTED = {
     "model": "acme-secret-model",
     "key": "sk-31337",
     "other host": "builder-5",
+    "program": "acme-trainer",
+    "uid": "4711",
+    "hugging face": "hf_AbCdEfGhIjKlMn",
+    "group": "acme-llm.service",
 }
 
 
@@ -37,6 +41,7 @@ class Planted(Recording):
         self.environ = {
             **self.environ,
             "SGLANG_HOST_IP": PLANTED["ip"],
+            "SGLANG_NAME": PLANTED["program"],
             "NCCL_HOSTID": f"{PLANTED['host']}.{PLANTED['domain']}",
             "SGLANG_API_KEY": PLANTED["key"],
             "LD_LIBRARY_PATH": f"/home/{PLANTED['user']}/lib:/mnt/{PLANTED['model']}/lib",
@@ -55,6 +60,7 @@ class Planted(Recording):
             )
             text = text.replace("<process_name>sglang::scheduler_TP2<", f"<process_name>{words}<")
             assert PLANTED["serial"] in text and PLANTED["uuid"] in text and PLANTED["key"] in text
+            text = text.replace("<processes>", f"<processes><!-- {PLANTED['hugging face']} -->", 1)
         if name == "lspci":
             text += f"\n\tCapabilities: [148 v1] Device Serial Number {PLANTED['pci serial']}\n"
         return Output(output.state, text, output.code)
@@ -64,6 +70,15 @@ class Planted(Recording):
         if path == "/proc/driver/nvidia/version":
             text = text.replace("[host]", PLANTED["other host"]).replace("dvs-builder", "root")
             assert PLANTED["other host"] in text
+        if path == "/proc/41233/status":
+            assert text
+            text = f"Name:\t{PLANTED['program'][:15]}\n{text}Uid:\t4711\n"
+        if path == "/run/.containerenv":
+            text = f'engine="podman-5.2"\nname="{PLANTED["program"]}"\nimage="{PLANTED["group"]}"\n'
+        if path == "/proc/self/cgroup":
+            text = f"0::/system.slice/{PLANTED['group']}\n"
+        if path.endswith(f"{PLANTED['group']}/memory.max"):
+            text = "1073741824\n"
         if path == "/proc/cmdline":
             text = f"root=UUID={PLANTED['uuid']} ip={PLANTED['ip']}::{PLANTED['mac']} luks={PLANTED['key']} {text}"
         return text
@@ -86,8 +101,9 @@ def test_nothing_private_is_in_a_report(tmp_path: Path, capsys: pytest.CaptureFi
     left = {kind for kind, secret in PLANTED.items() if secret.lower() in text.lower()}
     assert not left
     for needed in (
-        "ACS: on ports of switches", "580.95.05", "0000:82:00.0", "=== /proc/driver/nvidia/version", "ReqRedir+",
-        "RTX PRO 6000", "[home]/site-packages/sglang", "sglang-kernel", "amd_iommu=off",
+        "ACS: it redirects on ports of switches", "580.95.05", "0000:82:00.0",
+        "=== /proc/driver/nvidia/version", "ReqRedir+", "RTX PRO 6000",
+        "[home]/site-packages/sglang", "sglang-kernel", "amd_iommu=off",
     ):  # fmt: skip
         assert needed in text
     assert "look it over" in capsys.readouterr().err

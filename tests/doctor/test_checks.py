@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -40,17 +41,27 @@ def test_the_tree_is_the_one_that_would_be_imported() -> None:
     assert str(sglang_tree()) == next(iter(sglang.__path__))
 
 
-@pytest.mark.parametrize("value", ["", "smg", "sm120", "smg, sm120", "smg,sm120x", "SM120", ","])
+@pytest.mark.parametrize("value", [
+        "", "smg", "sm120", "smg, sm120", "smg,sm120x", "SM120", ",", " ", " , ", "smg,", ",smg,,", " sm120 ", "sm120,",
+        "sm120;smg", "smg sm120", "'sm120'", "\tsm120\n", "smg,smg",
+    ],
+)  # fmt: skip
 def test_plugins_that_leave_us_out(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against SGLang's own reading of the variable."""
     plugins = pytest.importorskip("sglang.srt.plugins")
+    given = with_environ(SGLANG_PLUGINS=value)
     monkeypatch.setenv("SGLANG_PLUGINS", value)
     loaded = "sm120" in plugins.load_plugins_by_group("sglang.srt.plugins")
-    found = errors(with_environ(SGLANG_PLUGINS=value))
+    found = errors(given)
     assert set(found) == (set() if loaded else {"SGLANG_PLUGINS"})
     if not loaded:
         assert repr(value) in found["SGLANG_PLUGINS"].found
-        assert f"set SGLANG_PLUGINS={value},sm120" in found["SGLANG_PLUGINS"].fix
+        words = shlex.split(found["SGLANG_PLUGINS"].fix.removesuffix(", or unset it"))  # as a shell reads it
+        name, _, advised = words[-1].partition("=")
+        monkeypatch.setenv(name, advised)
+        assert "sm120" in plugins.load_plugins_by_group("sglang.srt.plugins"), "the advice helps"
+        names = {word.strip() for word in value.split(",") if word.strip()}
+        assert set(advised.split(",")) == {*names, "sm120"}
 
 
 def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +108,7 @@ def test_hooks_are_compared_with_the_installed_source(monkeypatch: pytest.Monkey
     """An unknown version has no digest that was tested, so no hook fits."""
     pytest.importorskip("sglang")
     real = facts_python._packages
-    monkeypatch.setattr(facts_python, "_packages", lambda: (real()[0] | {"sglang": ["0.5.99"]}, []))
+    monkeypatch.setattr(facts_python, "_packages", lambda: (real()[0] | {"sglang": ["0.5.99"]}, {}, []))
     found = errors(with_python(facts_of(), **facts_python._hooks({"sglang": ["0.5.99"]})))
     assert set(found) == {f"hook {hook.name}" for hook in HOOKS}
 
@@ -189,7 +200,38 @@ def test_owners_of_a_file_are_read_from_the_installed_records(tmp_path: Path, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     facts = facts_python.gather({}, quick=True)
     assert facts["b12x_owners"] == ["b12x", "flashinfer-python"]
-    assert "3.0.0" in facts["packages"]["triton"]
+    assert facts["packages"]["triton"][0] == "3.0.0", "what comes first on the path is imported"
+    if len(facts["packages"]["triton"]) > 1:
+        assert facts["places"]["triton"][0] == str(tmp_path)
+
+
+def test_a_package_that_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another folder, which comes first; and two records in one folder, as an upgrade that was broken off leaves."""
+    user, venv = tmp_path / ".local" / "lib", tmp_path / "venv"
+    for folder, name, version in (
+        (venv, "tilelang", "0.10"), (user, "tilelang", "0.2"), (venv, "quack_kernels", "1.0"),
+        (venv, "quack-kernels", "1.1"), (user, "nvidia_nccl_cu13", "2.1"), (venv, "nvidia_nccl_cu13", "2.1"),
+    ):  # fmt: skip
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    for folder in (venv, user):
+        monkeypatch.syspath_prepend(str(folder))
+    gathered = facts_python.gather({}, quick=True)
+    assert gathered["packages"]["tilelang"][:2] == ["0.2", "0.10"], "as Python finds them, not sorted"
+    assert gathered["places"]["tilelang"][:2] == [str(user), str(venv)]
+    assert "nvidia-nccl-cu13" not in gathered["places"] or len(gathered["packages"]["nvidia-nccl-cu13"]) > 1
+    changed = {name: gathered["packages"][name] for name in ("tilelang", "quack-kernels")}
+    (found,) = of(with_python(facts_of(), packages=changed, places=gathered["places"]), "installation.duplicates")
+    assert found.level == "warn" and "PYTHONNOUSERSITE=1" in found.fix
+    assert f"tilelang 0.2 ({user}) hides 0.10 ({venv})" in found.found
+    assert f"in one folder ({venv})" in found.found
+
+
+def test_what_is_imported_is_what_is_judged() -> None:
+    facts = with_python(facts_of(), packages={"torch": ["2.13.0+cu130", "2.14.1+cu130"]})
+    (wrong,) = of(facts, "installation.pins")
+    assert (wrong.level, wrong.found) == ("warn", "torch 2.13.0+cu130 (SGLang asks for 2.14.1)")
 
 
 def test_a_check_that_fails_says_so_and_stops_nothing() -> None:

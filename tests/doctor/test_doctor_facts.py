@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from recorded_machines import HEALTHY, MACHINES, NAMES, Silent, facts_of
 
-from sglang_sm120.doctor import facts_fatbin, facts_gpus, facts_pci, machine
+from sglang_sm120.doctor import facts_fatbin, facts_pci, facts_smi, machine
 from sglang_sm120.doctor.facts import gather
 from sglang_sm120.doctor.facts_fatbin import covers, read_archs
 from sglang_sm120.doctor.machine import Output, Recorder, Recording, ThisMachine
@@ -100,6 +100,16 @@ def test_sizes_that_make_no_sense_end(length: int, tmp_path: Path) -> None:
     assert time.monotonic() - started < 3
 
 
+def test_what_is_no_container_is_passed_over_at_once(tmp_path: Path) -> None:
+    """Large, with the mark where no container can begin, and a container behind."""
+    library = tmp_path / "x.so"
+    mark = struct.pack("<I", 0xBA55ED50)
+    library.write_bytes(elf(bytes(11) + mark + bytes(1) + b"\x01" * (64 << 20) + container(entry(2, 120))))
+    started = time.monotonic()
+    assert read_archs([library], 5) == ({"sm_120"}, True)
+    assert time.monotonic() - started < 3
+
+
 def test_a_limit_of_time(tmp_path: Path) -> None:
     library = tmp_path / "x.so"
     library.write_bytes(elf(container(*[entry(2, 90)] * 50)))
@@ -130,7 +140,8 @@ def test_fields_of_nvidia_smi() -> None:
     assert busy.slowed == ("hw_slowdown", "hw_power_brake_slowdown")
     (process,) = busy.processes
     assert (process.pid, process.kind, process.used_mib, process.parent) == (41233, "C", 90100, 1)
-    assert (capped.power_limit_w, capped.default_power_limit_w, capped.at_rest) == (250, 300, True)
+    assert (capped.power_limit_w, capped.default_power_limit_w) == (250, 300)
+    assert (busy.link_under_load, capped.link_under_load, capped.idle) == (True, False, True)
     assert set(driver.links) == {(a, b, "PIX") for a in range(4) for b in range(a + 1, 4)}
 
 
@@ -145,8 +156,8 @@ def test_matrix_with_underlined_header() -> None:
     """A terminal's codes, and columns of network cards between."""
     text = "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\nGPU0\t X \tSYS\tPIX\t0-7\t0\n"
     text += "GPU1\tSYS\t X \tSYS\t8-15\t1\nNIC0\tPIX\tSYS\t X \n"
-    assert facts_gpus._matrix(text) == ((0, 1, "SYS"),)
-    assert facts_gpus._matrix("") == ()
+    assert facts_smi.matrix(text) == ((0, 1, "SYS"),)
+    assert facts_smi.matrix("") == ()
 
 
 def test_bridges_above_gpus() -> None:

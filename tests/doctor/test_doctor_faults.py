@@ -11,7 +11,7 @@ from recorded_machines import bad, facts_of, of, with_gpus, with_python
 
 from sglang_sm120.doctor.facts import Facts, Torch
 from sglang_sm120.doctor.facts_gpus import Driver
-from sglang_sm120.doctor.facts_pci import Bridge, PciGpu
+from sglang_sm120.doctor.facts_pci import PciGpu
 
 
 def driver(**changes: Any) -> Callable[[Facts], Facts]:
@@ -54,11 +54,12 @@ FAULTS: list[tuple[str, str, Callable[[Facts], Facts]]] = [
     ("warn", "gpu.on-bus", lambda f: replace(f, pci_gpus=(*f.pci_gpus, PciGpu("0000:f5:00.0", "nvidia", 1)))),
     ("fail", "gpu.mode", gpus(compute_mode="Prohibited")),
     ("warn", "gpu.mode", gpus(mig="Enabled")),
-    ("warn", "gpu.memory-errors", gpus(uncorrected_errors=3)),
-    ("warn", "gpu.memory-errors", gpus(row_remapping_failed=True)),
+    ("warn", "gpu.faults", gpus(uncorrected_errors=3)),
+    ("warn", "gpu.faults", gpus(row_remapping_failed=True)),
     ("warn", "gpu.power", gpus(slowed=("sw_thermal_slowdown",))),
     ("warn", "bus.link", gpus(link_lanes=4)),
-    ("warn", "bus.link", gpus(link_gen=1, busy=True, performance_state="P0")),
+    ("warn", "bus.link", gpus(link_lanes=8)),
+    ("warn", "bus.link", gpus(link_gen=1, busy=True, idle=False, performance_state="P0")),
     ("warn", "bus.bar1", gpus(bar1_mib=256)),
     ("warn", "bus.iommu", bus(gpu_iommu_types=("0000:05:00.0: DMA-FQ",))),
     ("warn", "bus.acs", bus(acs_bridges=("0000:82:00.0",))),
@@ -67,15 +68,15 @@ FAULTS: list[tuple[str, str, Callable[[Facts], Facts]]] = [
     ("fail", "software.torch", torch(state="failed", detail="libcudart.so.13: cannot open")),
     ("fail", "software.torch", torch(state="hung")),
     ("fail", "software.torch", torch(gpus=None, cuda_error="initialization error")),
-    ("fail", "software.driver-for-torch", driver(cuda="12.9")),
-    ("fail", "software.archs", torch(archs=("sm_90", "sm_100"))),
-    ("fail", "software.archs", python(archs={"sglang-kernel": ["sm_90a", "sm_100a"]})),
-    ("warn", "software.archs", python(archs={"flashinfer-jit-cache": ["sm_90a"]})),
+    ("fail", "software.ready-code", torch(archs=("sm_90", "sm_100"))),
+    ("fail", "software.ready-code", python(archs={"sglang-kernel": ["sm_90a", "sm_100a"]})),
+    ("warn", "software.ready-code", python(archs={"flashinfer-jit-cache": ["sm_90a"]})),
     ("fail", "software.jit", tools("nvcc")),
     ("fail", "software.jit", tools("ninja")),
     ("fail", "software.jit", tools("c++")),
     ("fail", "software.jit", tools("libcudart")),
     ("fail", "software.jit", lambda f: replace(f, nvcc="12.6")),
+    ("fail", "software.jit", lambda f: replace(f, nvcc="14.0")),
     ("warn", "host.shared-memory", host(shared=64 << 20, shared_free=64 << 20)),
     ("warn", "host.shared-memory", host(shared_free=1 << 20)),
     ("warn", "host.memory", host(available=1 << 30)),
@@ -99,8 +100,10 @@ def test_a_fault_is_named_and_nothing_else(level: str, check: str, change: Calla
     "change",
     [
         gpus(link_gen=1, busy=False),
+        gpus(link_gen=1, busy=True, idle=True, performance_state="P0"),
+        gpus(link_gen=2, busy=True, idle=False, performance_state="P5"),
+        gpus(link_gen=4, slot_gen=4, busy=True, idle=False, performance_state="P0"),
         gpus(power_limit_w=300.0),
-        gpus(link_lanes=8),
         gpus(compute_mode="Exclusive_Process"),
         bus(gpu_iommu_types=()),
         bus(uvm_disable_hmm=False),
@@ -108,6 +111,7 @@ def test_a_fault_is_named_and_nothing_else(level: str, check: str, change: Calla
         environ(CUDA_VISIBLE_DEVICES="GPU-1a2b,GPU-3c4d"),
         driver(cuda="13.2"),
         lambda f: replace(f, nvcc="12.9"),
+        lambda f: replace(f, nvcc="13.3"),
         host(files_hard=4096, locked=1 << 16),
     ],
 )
@@ -140,13 +144,6 @@ def test_blackwell_under_the_proprietary_modules() -> None:
     assert "open kernel modules" in found.fix
 
 
-def test_acs_on_root_ports_alone_is_a_note() -> None:
-    """GPUs on ports of their own meet at the root anyway."""
-    root = Bridge("0000:00:01.1", "Root Port", True, ("0000:05:00.0",))
-    facts = replace(bus(acs_bridges=("0000:00:01.1",))(facts_of()), bridges=(root,))
-    assert [finding.level for finding in of(facts, "bus.acs")] == ["note"]
-
-
 def test_one_gpu_needs_no_peers() -> None:
     facts = with_gpus(facts_of(), 1, bar1_mib=256)
     facts = replace(facts, pci_gpus=facts.pci_gpus[:1])
@@ -160,22 +157,25 @@ def test_two_kinds_of_cards() -> None:
         replace(gpu, name="NVIDIA A100 80GB PCIe", capability=(8, 0)) if gpu.index < 2 else gpu
         for gpu in facts.driver.gpus
     )
-    found = {f.what: f for f in of(driver(gpus=others)(facts), "gpu.kind")}
+    mixed = driver(gpus=others)(facts)
+    found = {f.what: f for f in of(torch(gpus=None)(mixed), "gpu.kind")}
     assert found["GPU"].level == "warn" and "CUDA_VISIBLE_DEVICES=2,3,4,5,6,7" in found["GPU"].fix
     assert found["different GPUs"].level == "note"
+    hidden = {f.what: f for f in of(torch(gpus=facts.torch.gpus[2:])(mixed), "gpu.kind")}
+    assert hidden["GPU"].level == "note", "CUDA_VISIBLE_DEVICES leaves the others out, however it names them"
 
 
 def test_the_second_capability_needs_its_own_code() -> None:
     """12.1 runs sm_120 and sm_120f, not sm_120a; FlashInfer's JIT wants CUDA 12.9 for it."""
     facts = with_python(gpus(capability=(12, 1))(facts_of()), archs={"sglang-kernel": ["sm_120a"]})
-    assert bad(facts) == {("fail", "software.archs")}
+    assert bad(facts) == {("fail", "software.ready-code")}
     facts = with_python(replace(facts, nvcc="12.8"), archs={"sglang-kernel": ["sm_120f"]})
     assert bad(facts) == {("fail", "software.jit")}
 
 
 def test_files_that_were_not_read_to_the_end_say_nothing() -> None:
     facts = with_python(facts_of(), archs={"sglang-kernel": ["sm_90a", "..."]})
-    assert not [f for f in of(facts, "software.archs") if "sglang-kernel" in f.what]
+    assert not [f for f in of(facts, "software.ready-code") if "sglang-kernel" in f.what]
 
 
 def test_processes_left_over_are_told_from_others() -> None:

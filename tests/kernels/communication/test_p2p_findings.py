@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ import pytest
 from communication.p2p_reports import GENERATION_5, narrow, report
 from sglang_sm120.errors import ConfigError
 from sglang_sm120.findings import Finding, failed
-from sglang_sm120.kernels.communication.p2p_probe.environment import Environment, read_environment, read_link
+from sglang_sm120.kernels.communication.p2p_probe.environment import (
+    Environment,
+    dividing_ports,
+    forces_p2p,
+    read_environment,
+    read_link,
+)
 from sglang_sm120.kernels.communication.p2p_probe.findings import find
 from sglang_sm120.kernels.communication.p2p_probe.report import AllToAll, ProbeReport
 
@@ -118,7 +125,7 @@ def test_a_hang_says_what_to_change() -> None:
     assert plain.found.startswith("GPUs 0-1: what one GPU sends does not arrive at the other (flags that")
     steps = plain.fix.splitlines()
     assert steps[0].startswith("where the IOMMU is on: iommu=pt")
-    assert "setpci -s BRIDGE ECAP_ACS+6.w=0000" in steps[1]
+    assert "setpci -s PORT ECAP_ACS+6.w=0000" in steps[1]
     assert any("dmesg" in step for step in steps)
     assert "NCCL_P2P_DISABLE=1" in steps[-1]
     known = Environment(
@@ -180,8 +187,16 @@ def test_a_report_survives_json() -> None:
             ProbeReport.from_dict(broken)
 
 
-def machine(root: Path, *, readable_config: bool = True) -> Path:
-    """A file system with two GPUs, one below a bridge whose ACS redirects and one below a bridge where it does not."""
+ROOT_PORT, SWITCH, PORTS = "0000:00:01.1", "0000:01:00.0", ("0000:02:00.0", "0000:02:01.0")
+
+
+def machine(
+    root: Path, *, readable_config: bool = True, switch: bool = True, controls: Sequence[int] = (0x1D, 1)
+) -> Path:
+    """A file system with two GPUs: below two ports of one switch, or each below a root port of its own.
+
+    controls: the ACS control registers of the two ports. Everything else redirects.
+    """
 
     def put(path: str, content: str | bytes) -> None:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -201,9 +216,9 @@ def machine(root: Path, *, readable_config: bool = True) -> Path:
     (root / "sys/class/iommu/dmar1").mkdir(parents=True)
     (root / "sys/class/iommu/dmar0").mkdir()
     (root / "sys/bus/pci/devices").mkdir(parents=True)
-    for gpu, bridge, control, bar1 in zip(GPUS, ("0000:00:01.1", "0000:40:01.1"), (0x1D, 0x01), (256 << 20, 96 << 30),
-                                          strict=True):  # fmt: skip
-        folder = f"sys/devices/pci{bridge[:7]}/{bridge}/{gpu}"
+    for gpu, port, control, bar1 in zip(GPUS, PORTS, controls, (256 << 20, 96 << 30), strict=True):
+        above = f"{ROOT_PORT}/{SWITCH}/{port}" if switch else f"0000:{port[5:7]}:0{PORTS.index(port) + 1}.1"
+        folder = f"sys/devices/pci0000:00/{above}/{gpu}"
         put(
             f"{folder}/resource", f"0xf0000000 0xf0ffffff 0x40200\n0x4000000000 {0x4000000000 + bar1 - 1:#x} 0x14220c\n"
         )
@@ -213,6 +228,8 @@ def machine(root: Path, *, readable_config: bool = True) -> Path:
         put(f"{folder}/max_link_width", "16\n")
         put(f"{folder}/../config", config(control))
         os.symlink(root / folder, root / "sys/bus/pci/devices" / gpu)
+    for bridge in (ROOT_PORT, f"{ROOT_PORT}/{SWITCH}") if switch else ():
+        put(f"sys/devices/pci0000:00/{bridge}/config", config(0x1D))
     return root
 
 
@@ -222,13 +239,61 @@ def test_the_facts_of_a_machine(tmp_path: Path) -> None:
     assert found.iommus == ("dmar0", "dmar1")
     assert found.gpu_iommu_types == ("0000:01:00.0: DMA-FQ", "0000:41:00.0: identity")
     assert found.iommu_translates is True
-    assert found.acs_bridges == ("0000:00:01.1",)
+    assert found.acs_bridges == (PORTS[0],), "neither the root port nor the switch's upstream port"
     assert found.small_bar1 == ("0000:01:00.0: 256 MiB",)
     assert found.driver_parameters == ("RegistryDwords: ForceP2P=0x11;RMForceP2PType=1", "EnableResizableBar: 0")
     assert found.force_p2p
     assert found.uvm_disable_hmm is False
     assert len(found.lines()) == len(fields(found)) - 1, "force_p2p is in the driver's parameters"
     assert not any("secret" in line for line in found.lines())
+
+
+def test_acs_matters_where_gpus_share_a_switch(tmp_path: Path) -> None:
+    roots = machine(tmp_path / "roots", switch=False, controls=(0x1D, 0x1D))
+    assert read_environment(GPUS, roots).acs_bridges == (), "root ports alone"
+    both = machine(tmp_path / "both", controls=(0x04, 0x08))
+    assert read_environment(GPUS, both).acs_bridges == PORTS
+    assert read_environment(GPUS[:1], both).acs_bridges == (), "one GPU has no peer"
+    forwarding = machine(tmp_path / "forwarding", controls=(0x11, 0x10))
+    assert read_environment(GPUS, forwarding).acs_bridges == (), "upstream forwarding alone"
+
+
+def test_where_the_ways_between_devices_part() -> None:
+    """Two switches in a row: the ports of the outer one matter between a and c, those of the inner between a and b."""
+    chains = {"a": ("i0", "iu", "o0", "ou", "r0"), "b": ("i1", "iu", "o0", "ou", "r0"), "c": ("o1", "ou", "r0"),
+              "d": ("s0", "su", "r1")}  # fmt: skip
+    assert set(dividing_ports(chains)) == {"i0", "i1", "o0", "o1"}
+    assert set(dividing_ports({name: chains[name] for name in "ab"})) == {"i0", "i1"}
+    assert dividing_ports({name: chains[name] for name in "ad"}) == ()
+    assert dividing_ports({"a": (), "b": ()}) == () == dividing_ports({})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "forced"),
+    [
+        ("RegistryDwords: ForceP2P=0x11", True),
+        ("RegistryDwords: ForceP2P=17;PeerMappingOverride=1", True),
+        ("RegistryDwords: PeerMappingOverride=1; RMForceP2P = 0x1", True),
+        ("RegistryDwords: ForceP2P=0x0", False),
+        ("RegistryDwords: ForceP2P=0", False),
+        ("RegistryDwords: ForceP2P=0x0;RMForceP2PType=2", True),
+        ("RegistryDwords: ForceP2P=0x11;ForceP2P=0x0", False),
+        ("RegistryDwords: RMForceP2PType=0", False),
+        ("RegistryDwords: ForceP2P=odd", True),
+        ("RegistryDwordsPerDevice: pci=0000:01:00.0;ForceP2P=0x11", True),
+        ("RegistryDwordsPerDevice: pci=0000:01:00.0;ForceP2P=0x0;pci=0000:02:00.0;ForceP2P=0x11;", True),
+        ("RegistryDwordsPerDevice: pci=0000:01:00.0;ForceP2P=0x11;pci=0000:02:00.0;ForceP2P=0x0;", True),
+        ("RegistryDwordsPerDevice: pci=0000:01:00.0;ForceP2P=0x0", False),
+        ("EnableResizableBar: 0", False),
+        ("GrdmaPciTopoCheckOverride: ForceP2P=0x11", False),
+    ],
+)
+def test_keys_that_force_p2p(parameter: str, forced: bool, tmp_path: Path) -> None:
+    assert forces_p2p(parameter) is forced
+    name, _, value = parameter.partition(": ")
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/params").write_text(f'{name}: "{value}"\n')
+    assert read_environment(root=tmp_path).force_p2p is forced
 
 
 def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

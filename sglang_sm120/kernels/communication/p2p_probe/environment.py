@@ -5,8 +5,9 @@ Every fact is optional: files are missing in containers and virtual machines, an
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,9 +15,10 @@ from typing import Protocol
 _ROOT = Path("/")
 _DEVICES = "/sys/bus/pci/devices"
 _ACS_CAPABILITY = 0x000D
-_ACS_REDIRECT = 0x1C  # request redirect, completion redirect, upstream forwarding
+_ACS_REDIRECT = 0x0C  # request redirect, completion redirect; upstream forwarding alone sends nothing up
 _EXTENDED = 0x100  # where extended capabilities start in the configuration space
-_NVIDIA_PARAMETERS = ("RegistryDwords", "EnableResizableBar", "DmaRemapPeerMmio", "GrdmaPciTopoCheckOverride")
+_REGISTRY = ("RegistryDwords", "RegistryDwordsPerDevice")
+_NVIDIA_PARAMETERS = (*_REGISTRY, "EnableResizableBar", "DmaRemapPeerMmio", "GrdmaPciTopoCheckOverride")
 _IOMMU_ARGUMENT = re.compile(r"^(?:(?:amd_|intel_)?iommu(?:\.\w+)?|pci|pcie_acs_override)(?:=.*)?$")
 
 
@@ -79,10 +81,10 @@ class Environment:
         iommu_arguments: of the kernel's command line, about IOMMU and PCI.
         iommus: that translate on this machine.
         gpu_iommu_types: "PCI bus id: type"; identity is passthrough, DMA and DMA-FQ translate.
-        acs_bridges: above these GPUs, that send traffic between GPUs up to the root (reading it needs root).
+        acs_bridges: ports of switches that send traffic between these GPUs up to the root (reading it needs root).
         small_bar1: "PCI bus id: MiB" of GPUs that show less than 1 GiB of their memory on the bus.
         driver_parameters: "name: value" of NVIDIA's kernel module, those that concern P2P.
-        force_p2p: its registry has a key that forces P2P.
+        force_p2p: its registry has a key that forces P2P, for all GPUs or for one.
         uvm_disable_hmm: of the module nvidia_uvm.
     """
 
@@ -122,6 +124,9 @@ def read_environment(pci_bus_ids: Sequence[str] = (), root: Path = _ROOT, reader
     files = Files(root) if reader is None else reader
     parameters = tuple(_driver_parameters(files.text("/proc/driver/nvidia/params")))
     hmm = files.text("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm").strip()
+    chains = {bus_id: _bridges_above(files, bus_id) for bus_id in pci_bus_ids}
+    dividing = dividing_ports({bus_id: tuple(chain) for bus_id, chain in chains.items()})
+    configs = {bridge: f"{place}/config" for chain in chains.values() for bridge, place in chain.items()}
     types, bars = [], []
     for bus_id in pci_bus_ids:
         if kind := files.text(f"{_DEVICES}/{bus_id}/iommu_group/type").strip():
@@ -133,12 +138,51 @@ def read_environment(pci_bus_ids: Sequence[str] = (), root: Path = _ROOT, reader
         iommu_arguments=tuple(word for word in files.text("/proc/cmdline").split() if _IOMMU_ARGUMENT.match(word)),
         iommus=files.names("/sys/class/iommu"),
         gpu_iommu_types=tuple(types),
-        acs_bridges=tuple(dict.fromkeys(bridge for bus_id in pci_bus_ids for bridge in _acs_bridges(files, bus_id))),
+        acs_bridges=tuple(port for port in dividing if acs_control(files.data(configs[port])) & _ACS_REDIRECT),
         small_bar1=tuple(bars),
         driver_parameters=parameters,
-        force_p2p=any("forcep2p" in line.lower() for line in parameters),
+        force_p2p=any(map(forces_p2p, parameters)),
         uvm_disable_hmm=None if not hmm else hmm in ("Y", "1"),
     )
+
+
+def dividing_ports(chains: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The downstream ports of switches at which the ways between two of these devices part.
+
+    Only there does ACS redirection send what they exchange up to the root. Devices of different root ports meet at the
+    root anyway, and a port above the place where two ways meet sees nothing of it.
+
+    Args:
+        chains: device -> the bridges above it, nearest first.
+    """
+    ports: dict[str, None] = {}
+    for chain in chains.values():
+        for port, above in itertools.pairwise(chain):
+            if any(above in other and port not in other for other in chains.values()):
+                ports[port] = None
+    return tuple(ports)
+
+
+def forces_p2p(parameter: str) -> bool:
+    """Whether a line of `Environment.driver_parameters` has a key that forces P2P; a value of 0 is off.
+
+    Keys stand as NAME=VALUE between semicolons, after "pci=ADDRESS" in RegistryDwordsPerDevice; the last counts.
+    """
+    name, _, text = parameter.partition(":")
+    if name not in _REGISTRY:
+        return False
+    for section in re.split(r"pci\s*=[^;]*", text, flags=re.IGNORECASE):
+        keys = dict(re.findall(r"(\w*ForceP2P\w*)\s*=\s*([^;\s]*)", section, re.IGNORECASE))
+        if any(_is_on(value) for value in keys.values()):
+            return True
+    return False
+
+
+def _is_on(value: str) -> bool:
+    try:
+        return int(value, 0) != 0
+    except ValueError:  # in a form that is not known: better named than passed over
+        return True
 
 
 def read_link(pci_bus_id: str, root: Path = _ROOT) -> tuple[float | None, int | None, int | None]:
@@ -177,18 +221,25 @@ def _bar1_bytes(resource: str) -> int | None:
     return last - first + 1 if last > first else None
 
 
-def _acs_bridges(files: Reader, bus_id: str) -> Iterator[str]:
-    """The bridges above a device, nearest first, whose ACS redirects."""
+def _bridges_above(files: Reader, bus_id: str) -> dict[str, str]:
+    """The bridges above a device, nearest first -> their folders; empty where /sys is not there."""
+    found = {}
     place = files.real(f"{_DEVICES}/{bus_id}")
     while place := place.rpartition("/")[0]:
         bridge = place.rpartition("/")[2]
         if not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", bridge):
-            return
-        if _acs_control(files.data(f"{place}/config")) & _ACS_REDIRECT:
-            yield bridge
+            break
+        found[bridge] = place
+    return found
 
 
-def _acs_control(config: bytes) -> int:
+def config_with_acs(control: int) -> bytes:
+    """A configuration space that has this ACS control register and nothing else, for recordings: no serial number."""
+    capability = (_ACS_CAPABILITY | 1 << 16).to_bytes(4, "little") + bytes(2) + control.to_bytes(2, "little")
+    return bytes(_EXTENDED) + capability
+
+
+def acs_control(config: bytes) -> int:
     """The ACS control register of a configuration space; 0 without one, or where root alone may read that far."""
     at, seen = _EXTENDED, set()
     while at >= _EXTENDED and at not in seen and at + 8 <= len(config):

@@ -24,8 +24,8 @@ def forced(environment: Environment) -> str:
     if not environment.force_p2p:
         return ""
     return (
-        "the driver's registry forces P2P that may not be there: take the ForceP2P keys out of NVreg_RegistryDwords in "
-        "/etc/modprobe.d"
+        "the driver's registry forces P2P that may not be there: take the ForceP2P keys out of "
+        "NVreg_RegistryDwords and NVreg_RegistryDwordsPerDevice in /etc/modprobe.d"
     )
 
 
@@ -46,8 +46,9 @@ def acs(environment: Environment) -> str:
     """Bridges that send everything to the root."""
     if not environment.acs_bridges:
         return (
-            "where `sudo lspci -vvv | grep ACSCtl` shows ReqRedir+: `setpci -s BRIDGE ECAP_ACS+6.w=0000` for each such "
-            "bridge above the GPUs (as root, after every boot), or ACS off in the BIOS"
+            "where GPUs share a switch and `sudo lspci -vvv` shows ReqRedir+ at its downstream ports: "
+            "`setpci -s PORT ECAP_ACS+6.w=0000` for each above a GPU (as root, after every boot), or ACS "
+            "off in the BIOS"
         )
     commands = "; ".join(f"setpci -s {bridge} ECAP_ACS+6.w=0000" for bridge in environment.acs_bridges)
     return (
