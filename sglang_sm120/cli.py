@@ -157,7 +157,7 @@ def _plan(args: argparse.Namespace) -> int:
     from sglang_sm120.plan.options import plan_options
     from sglang_sm120.plan.run import list_all, run
 
-    return _exit_code(lambda: list_all() if args.list else run(plan_options(args)), status=2)
+    return _exit_code(lambda: list_all(as_json=args.json) if args.list else run(plan_options(args)), status=2)
 
 
 def _bench(args: argparse.Namespace) -> int:

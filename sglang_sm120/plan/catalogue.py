@@ -44,13 +44,20 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(_entries()[name]["config"])
 
 
-def entries() -> list[tuple[str, str, str, str, str]]:
-    """Name, architecture, layers, experts and source of every model, for people."""
+def entries() -> list[dict[str, Any]]:
+    """name, architecture, layers, experts (0: none) and source of every model."""
     rows = []
     for name, entry in _entries().items():
         shape = _shape(name)
-        experts = "" if shape.moe is None else str(shape.moe.num_experts)
-        rows.append((name, shape.architecture, str(shape.num_layers), experts, str(entry["source"])))
+        rows.append(
+            {
+                "name": name,
+                "architecture": shape.architecture,
+                "layers": shape.num_layers,
+                "experts": 0 if shape.moe is None else shape.moe.num_experts,
+                "source": str(entry["source"]),
+            }
+        )
     return rows
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sglang_sm120.errors import ConfigError, UnsupportedError
@@ -94,14 +94,19 @@ def _l2(options: PlanOptions, shape: ModelShape, found: Detected) -> int:
     return 0
 
 
-def list_all() -> int:
-    """Print the catalogue and the table of GPUs."""
+def list_all(*, as_json: bool = False) -> int:
+    """Print the catalogue and the table of GPUs, or both as one JSON object."""
     from sglang_sm120.plan.catalogue import entries
+
+    if as_json:
+        found = {"models": entries(), "gpus": [asdict(gpu) for gpu in GPUS]}
+        _write(lambda: sys.stdout.write(json.dumps(found, indent=2) + "\n"))
+        return 0
     from sglang_sm120.plan.report import gib, print_catalogue
 
     p2p = {True: "yes", False: "no", None: "not known here"}
     gpus = [(gpu.name, gpu.title, gib(gpu.cuda_bytes), p2p[gpu.p2p], gpu.source) for gpu in GPUS]
-    _write(lambda: print_catalogue(entries(), gpus))
+    _write(lambda: print_catalogue([tuple(str(value or "") for value in entry.values()) for entry in entries()], gpus))
     return 0
 
 

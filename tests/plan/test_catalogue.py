@@ -24,10 +24,10 @@ def test_every_entry_is_read_and_says_where_it_is_from(name: str) -> None:
     shape = read_shape(name.upper())
     assert shape.name == name
     assert shape.architecture in KNOWN
-    row = next(row for row in catalogue.entries() if row[0] == name)
-    assert len(row) == 5
-    assert len(row[4]) > 20
-    assert not re.search(r"https?:|\.co\b|\.com\b", row[4])
+    row = next(row for row in catalogue.entries() if row["name"] == name)
+    assert (row["layers"], row["architecture"]) == (shape.num_layers, shape.architecture)
+    assert len(row["source"]) > 20
+    assert not re.search(r"https?:|\.co\b|\.com\b", row["source"])
     assert not any("not known here" in one for one in shape.unknown)
 
 

@@ -131,6 +131,11 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, err) == (0, "")
     assert "glm-5-nvfp4" in out
     assert "rtx-pro-6000-max-q" in out
+    listed = json.loads(run(capsys, "--list", "--json")[1])
+    (model,) = [model for model in listed["models"] if model["name"] == "glm-5-nvfp4"]
+    assert (model["layers"], model["experts"]) == (78, 256)
+    (gpu,) = [gpu for gpu in listed["gpus"] if gpu["name"] == "rtx-pro-6000"]
+    assert gpu["l2_bytes"] == 128 << 20
 
 
 def test_planning_needs_neither_torch_nor_sglang_nor_rich() -> None:
