@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_sm120 import stdout
 from sglang_sm120.doctor import output, redact, report
 from sglang_sm120.doctor.checks import judge
 from sglang_sm120.doctor.facts import Facts, gather
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, machine: Machine | None = None) -> int:
     if args.probe:
         findings = worst_first([*findings, *probe_findings(facts)])
     if args.json:
-        output.to_stdout(report.to_json(findings))
+        stdout.write(report.to_json(findings))
     else:
         _show(findings, fix_hints=args.fix_hints)
     if args.report or args.record:
@@ -97,7 +98,7 @@ def _show(findings: list[Finding], *, fix_hints: bool) -> None:
             text = captured.get()
     except Exception:  # an import error, or a version that lacks what the table needs
         text = None
-    output.to_stdout(report.plain(findings, fix_hints=fix_hints) if text is None else text)
+    stdout.write(report.plain(findings, fix_hints=fix_hints) if text is None else text)
 
 
 def _gather(machine: Machine, recorded: str | None) -> Facts:

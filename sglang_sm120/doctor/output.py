@@ -1,35 +1,14 @@
-"""Where doctor's texts go: standard output of any encoding, and files, of which each is whole or not there."""
+"""The files that doctor writes: each is whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
 from sglang_sm120.errors import ConfigError
-
-
-def to_stdout(text: str) -> None:
-    """Write it; what the stream's encoding lacks becomes an escape, and a reader that went away is no error.
-
-    Raises:
-        ConfigError: standard output cannot be written, as on a full disk.
-    """
-    stream = sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
-    except OSError as error:
-        # Else Python tries again at its end, and complains. A stream of a test has no file behind it.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if not isinstance(error, BrokenPipeError):
-            found = f"standard output: {error.strerror}"
-            raise ConfigError(found, "output that can be written", "redirect it elsewhere") from error
 
 
 def require_free(option: str, path: str | None, *, force: bool) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from sglang_sm120 import stdout
 from sglang_sm120.errors import ConfigError, UnsupportedError
 from sglang_sm120.plan import l2
 from sglang_sm120.plan.choose import plan
@@ -49,11 +47,12 @@ def run(options: PlanOptions) -> int:
     planned = plan(shape, request, found.count, options.nodes)
     made = record(planned, served_as(options.model))
     if options.json:
-        _say(json.dumps(made, indent=2))
+        stdout.write(json.dumps(made, indent=2) + "\n")
     else:
         from sglang_sm120.plan.report import print_plan
 
-        _write(lambda: print_plan(made, whole=options.all))
+        with stdout.writing():
+            print_plan(made, whole=options.all)
     if options.plot is not None:
         _draw(made, options.plot)  # last, so that a disk that is full takes nothing else with it
     return 0 if planned.latency is not None else NOTHING_FITS
@@ -83,14 +82,14 @@ def _l2(options: PlanOptions, shape: ModelShape, found: Detected) -> int:
     aside = most if options.l2_persist_bytes is None else options.l2_persist_bytes
     pins = l2.pinned(layers, aside, lambda weight: can_pin(shape, weight))
     if options.json:
-        _say(json.dumps(l2.record(shape.name, tp, gpu.l2_bytes, plans, pins), indent=2))
+        stdout.write(json.dumps(l2.record(shape.name, tp, gpu.l2_bytes, plans, pins), indent=2) + "\n")
         return 0
     lines = [
         f"{shape.name}, TP{tp}, {gpu.title}: {gpu.l2_bytes >> 20} MB of L2, counted from the config",
         *(f"- {line}" for line in l2.describe(plans, pins)),
         "Off by default; --sm120-l2 prefetch, persist or both: docs/l2.md. `sglang-sm120 bench l2` measures the gain.",
     ]
-    _say("\n".join(lines))
+    stdout.write("\n".join(lines) + "\n")
     return 0
 
 
@@ -100,13 +99,15 @@ def list_all(*, as_json: bool = False) -> int:
 
     if as_json:
         found = {"models": entries(), "gpus": [asdict(gpu) for gpu in GPUS]}
-        _write(lambda: sys.stdout.write(json.dumps(found, indent=2) + "\n"))
+        stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
     from sglang_sm120.plan.report import gib, print_catalogue
 
     p2p = {True: "yes", False: "no", None: "not known here"}
     gpus = [(gpu.name, gpu.title, gib(gpu.cuda_bytes), p2p[gpu.p2p], gpu.source) for gpu in GPUS]
-    _write(lambda: print_catalogue([tuple(str(value or "") for value in entry.values()) for entry in entries()], gpus))
+    models = [tuple(str(value or "") for value in entry.values()) for entry in entries()]
+    with stdout.writing():
+        print_catalogue(models, gpus)
     return 0
 
 
@@ -185,26 +186,3 @@ def _no_picture(path: str, why: str) -> ConfigError:
     return ConfigError(
         f"--plot {path!r} cannot be written ({why})", "a file such as plan.png, in a folder that is there", "name it"
     )
-
-
-def _say(text: str) -> None:
-    _write(lambda: sys.stdout.write(text + "\n"))
-
-
-def _write(action: Callable[[], object]) -> None:
-    """Let something print to standard output.
-
-    Raises:
-        ConfigError: it cannot be written. A reader that has gone, as behind `| head`, has what it wanted.
-    """
-    try:
-        action()
-        sys.stdout.flush()
-    except SystemExit:
-        pass  # how rich says that the reader has gone
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says it again when it ends
-        if not isinstance(error, BrokenPipeError):
-            raise ConfigError(
-                f"the answer cannot be written ({error})", "room where the output goes", "send it elsewhere"
-            ) from error
